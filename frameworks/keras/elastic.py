@@ -11,7 +11,7 @@ from polyhvd.keras.backend import on
 from polyhvd.elastic import exports, loop
 from polyhvd.elastic.exports import *
 from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
-from polyhvd.elastic.train import train_told
+from polyhvd.elastic.train import train_translating
 from polyhvd.elastic.variables import KerasModelState
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ += exports.__all__
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """See :func:`polyhvd.elastic.loop.run`."""
-    return loop.looped(func, told=on.as_polyhvd)
+    return loop.looped(func, translate=on.as_polyhvd)
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
     return loop.looped(func, reset, on.as_polyhvd)
 
 
-train = train_told(on.as_polyhvd)
+train = train_translating(on.as_polyhvd)
 run.__doc__ = loop.run.__doc__
 run_fn.__doc__ = loop.run_fn.__doc__
 

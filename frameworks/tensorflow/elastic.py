@@ -11,7 +11,7 @@ from polyhvd.tensorflow.errors import as_polyhvd
 from polyhvd.elastic import exports, loop
 from polyhvd.elastic.exports import *
 from polyhvd.elastic.state import HandlersState
-from polyhvd.elastic.train import train_told
+from polyhvd.elastic.train import train_translating
 from polyhvd.elastic.variables import KerasModelState, VariablesHandler
 from polyhvd.errors import InvalidArgumentError
 
@@ -27,7 +27,7 @@ __all__ += exports.__all__
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """See :func:`polyhvd.elastic.loop.run`."""
-    return loop.looped(func, told=as_polyhvd)
+    return loop.looped(func, translate=as_polyhvd)
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
     return loop.looped(func, reset, as_polyhvd)
 
 
-train = train_told(as_polyhvd)
+train = train_translating(as_polyhvd)
 run.__doc__ = loop.run.__doc__
 run_fn.__doc__ = loop.run_fn.__doc__
 

@@ -1,4 +1,4 @@
-"""What happens to the members of an elastic job, and what their membership decides. Pure values."""
+"""How members of an elastic job end, and the actions that their membership decides on. Pure values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Fate(Enum):
     WELL = "well"  #: its program is done
     LOST = "lost"  #: it crashed, or it ended because it had lost another
     KILLED = "killed"  #: from outside, by SIGKILL or with its host
-    FAILED = "failed"  #: of its own, so that it would again
-    UNSTARTABLE = "unstartable"  #: there is no such program, or no way onto the host
+    FAILED = "failed"  #: by itself, so that another attempt would fail, too
+    UNSTARTABLE = "unstartable"  #: there is no such program, or the host cannot be reached
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Form:
-    """Here is the next world: tell its members, which have all asked for it."""
+    """Form the next world: reply to its members, which have all requested a place."""
 
     generation: int
     members: tuple[int, ...]  #: by rank
@@ -39,7 +39,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Lose:
-    """A member of this generation is lost: whoever still waits for it is to give up."""
+    """A member of this generation is lost: notify the members that wait for it."""
 
     generation: int
     member: int
@@ -48,21 +48,21 @@ class Lose:
 
 @dataclass(frozen=True)
 class Notify:
-    """Have the world of this generation come to a boundary of steps, and ask for the next one."""
+    """Make the world of this generation stop between two steps, and request places in the next one."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Dismiss:
-    """End this process; what it was needed for is over."""
+    """End this process, which is not needed any more."""
 
     member: int
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The job is done: end what still waits for a place."""
+    """The job is done: end the processes that still wait for a place."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class End:
     """The job has failed."""
 
     reason: str
-    cause: int | None = None  #: the member that is to be blamed
+    cause: int | None = None  #: the member that caused the failure
     resumable: bool = False
 
 

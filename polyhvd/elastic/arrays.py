@@ -1,4 +1,4 @@
-"""A state of arrays: they keep their memory, which is overwritten by a restore and by other ranks' values."""
+"""A state of arrays, which are overwritten in place by a restore and by other ranks' values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ArraysState(ObjectState):
         self._broadcast = broadcast
         self._is_array = is_array
         self._copies: list[Array] = []
-        self._spare: list[Array] = []  # of the commit before: one that is cut short harms neither
+        self._spare: list[Array] = []  # of the commit before, so that an interrupted save harms neither
         super().__init__(broadcast_object, _rank, **kwargs)
 
     def save(self) -> None:
@@ -79,16 +79,16 @@ class ArraysState(ObjectState):
 
     def imported(self, values: dict[str, Any]) -> None:
         """See :meth:`ObjectState.imported`; arrays of the same shape keep their memory."""
-        rest, told = take_tensors({name: values[name] for name in self._names}, self._is_array)
+        rest, received = take_tensors({name: values[name] for name in self._names}, self._is_array)
         _, arrays = self._taken()
-        self._put(rest, self._fitting(arrays, [*map(form, told)], told))
+        self._put(rest, self._fitting(arrays, [*map(form, received)], received))
 
     def _keep_synced(self, *, kept: bool) -> None:
         if kept:
             rest, _ = self._taken()
             self._saved = copied_by_name(rest)
             return
-        if not self._spare:  # an earlier commit is of no use any more, its memory is
+        if not self._spare:  # use the memory of the earlier commit, which is obsolete
             self._copies, self._spare = [], self._copies
         self.save()
 
@@ -119,9 +119,9 @@ class ArraysState(ObjectState):
         if self._rank() != root:
             arrays = self._fitting(arrays, likes)
         if among is not None:
-            told = [array if array.flags.writeable else array.copy() for array in arrays]  # the root's own
-            named = [(f"elastic.{number}", array) for number, array in enumerate(told)]
-            for some in [named] if _are_apart(told) else [[item] for item in named]:
+            buffers = [array if array.flags.writeable else array.copy() for array in arrays]  # the root's own
+            named = [(f"elastic.{number}", array) for number, array in enumerate(buffers)]
+            for some in [named] if _are_apart(buffers) else [[item] for item in named]:
                 self._broadcast(some, root, among)
         self._put(rest, arrays)
 

@@ -1,7 +1,7 @@
 """Checkpoints on disk: one file per version, written whole or not at all, and read without running any of it.
 
 A file is NumPy's .npz without pickles: the arrays, and a JSON text of what else there is. This module knows
-nothing of worlds and frameworks.
+no worlds and no frameworks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Array = np.ndarray[Any, Any]
 
 
 def pack(value: Any, where: str = "state") -> tuple[Any, list[Array]]:
-    """Take a value apart into what JSON can say, and arrays.
+    """Split a value into a tree for JSON and a list of arrays.
 
     Args:
         value: of numbers, texts, bytes, None and arrays, in dicts, lists and tuples of any depth.
@@ -98,7 +98,7 @@ def pack(value: Any, where: str = "state") -> tuple[Any, list[Array]]:
 
 
 def unpack(tree: Any, array: Callable[[int], Array]) -> Any:
-    """What :func:`pack` has taken apart.
+    """Build the value that :func:`pack` has split.
 
     Args:
         tree: for JSON.
@@ -113,21 +113,21 @@ def unpack(tree: Any, array: Callable[[int], Array]) -> Any:
     """
     if not isinstance(tree, dict):
         return tree
-    kind, told = next(iter(tree.items()))
+    kind, content = next(iter(tree.items()))
     if kind == "array":
-        return array(told)
+        return array(content)
     if kind == "scalar":
-        return array(told)[()]
+        return array(content)[()]
     if kind == "bytes":
-        return array(told).tobytes()
+        return array(content).tobytes()
     if kind == "raw":
-        return np.frombuffer(array(told).tobytes(), np.dtype(tree["dtype"])).reshape(tree["shape"]).copy()
+        return np.frombuffer(array(content).tobytes(), np.dtype(tree["dtype"])).reshape(tree["shape"]).copy()
     if kind == "dict":
-        return {unpack(key, array): unpack(item, array) for key, item in told}
+        return {unpack(key, array): unpack(item, array) for key, item in content}
     if kind == "list":
-        return [unpack(item, array) for item in told]
+        return [unpack(item, array) for item in content]
     if kind == "tuple":
-        return tuple(unpack(item, array) for item in told)
+        return tuple(unpack(item, array) for item in content)
     raise ValueError(f"it has a {kind!r}, which this version does not know")
 
 
@@ -199,8 +199,8 @@ class Folder:
             folder.write(steps=100, value={"w": np.ones(3)})
         """
         tree, arrays = pack(value)
-        told = {"format": _FORMAT, "steps": steps, "arrays": len(arrays), "tree": tree}
-        text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+        header = {"format": _FORMAT, "steps": steps, "arrays": len(arrays), "tree": tree}
+        text = np.frombuffer(json.dumps(header).encode(), np.uint8)
         file = self.file(steps)
         temporary = self.path / f"{_TEMPORARY}{steps}-{secrets.token_hex(8)}"
         try:
@@ -241,14 +241,14 @@ class Folder:
         try:
             with _opened(file) as stream, np.load(stream, allow_pickle=False) as data:
                 _check_sizes(stream)
-                told = json.loads(data["told"].tobytes())
-                if told["format"] != _FORMAT:
+                header = json.loads(data["told"].tobytes())
+                if header["format"] != _FORMAT:
                     raise CheckpointError(
-                        f"the checkpoint {str(file)!r} has format {told['format']}, and this version reads "
+                        f"the checkpoint {str(file)!r} has format {header['format']}, and this version reads "
                         f"{_FORMAT}: use the version of polyhvd that has written it"
                     )
-                arrays = [data[f"a{place}"] for place in range(told["arrays"])]
-            return unpack(told["tree"], arrays.__getitem__)
+                arrays = [data[f"a{place}"] for place in range(header["arrays"])]
+            return unpack(header["tree"], arrays.__getitem__)
         except CheckpointError:
             raise
         except MemoryError:

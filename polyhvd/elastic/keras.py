@@ -1,4 +1,4 @@
-"""What callbacks of Keras do in elastic jobs, without their base class: there are several Keras."""
+"""Callbacks of Keras for elastic jobs, without their base class, which differs by Keras version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CommitState:
 
     Args:
         state: of the job.
-        batches_per_commit: how many batches lie between two commits; 0: commit at the end of epochs alone.
+        batches_per_commit: number of batches between two commits; 0: commit only at the end of epochs.
 
     Raises:
         InvalidArgumentError: ``batches_per_commit`` is below 0.
@@ -38,7 +38,7 @@ class CommitState:
         self._batches = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Count anew: all ranks begin here together."""
+        """Reset the count: all ranks begin here together."""
         self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

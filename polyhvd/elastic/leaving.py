@@ -1,4 +1,4 @@
-"""Leaving an elastic job with notice: what SIGTERM means to a member, and what it does before it goes."""
+"""Leaving an elastic job with notice: how a member handles SIGTERM, and what it does before it leaves."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from polyhvd.elastic.places import LEAVES
-from polyhvd.elastic.watch import Watch
+from polyhvd.elastic.places import LEAVE_NOTICES
+from polyhvd.elastic.watch import LauncherWatch
 
-__all__ = ["Leave", "heed", "leaving_with", "on_leave", "take_leave"]
+__all__ = ["Leave", "handle_sigterm", "leaving_with", "on_leave", "run_callbacks"]
 
-#: What comes again sooner is the same signal, sent by two who end the job.
+#: A second SIGTERM within this time is ignored: the launcher and the scheduler may both have sent one.
 _REPEAT_S = 1.0
 
 
 @dataclass(frozen=True)
 class Leave:
-    """That this process leaves its job, between two steps."""
+    """This process leaves its job, between two steps."""
 
     #: Of this process in the world that it has left, not counting ranks that were lost. If no rank stays,
     #: ranks with the newest commit come first, so that rank 0 has the newest one.
@@ -31,16 +31,16 @@ class Leave:
 
 
 _callbacks: list[Callable[[Leave], object]] = []
-_told_at: float | None = None
+_noticed_at: float | None = None
 
 
 def on_leave(callback: Callable[[Leave], object]) -> Callable[[Leave], object]:
     """Have a function called when this process leaves its elastic job with notice, before it ends.
 
     A process is given notice by SIGTERM, to it, its host's agent or the whole job, or by ``polyhvd leave``.
-    It goes on until the next ``commit()`` or ``check_host_updates()``, where all ranks leave the world at the
-    same step; this one is then called back, and ends with status 0. No collective can be called any more.
-    Where all ranks were told, that is the time to write a checkpoint, as long as ``--term-grace-s`` allows.
+    It continues until the next ``commit()`` or ``check_host_updates()``, where all ranks leave the world at
+    the same step. The callback then runs, and the process ends with status 0. The callback cannot call
+    collectives. If all ranks leave, write a checkpoint then, within ``--term-grace-s``.
 
     Args:
         callback: takes a value with ``rank`` and ``size`` in the world that was left, in which ranks that
@@ -64,7 +64,7 @@ def on_leave(callback: Callable[[Leave], object]) -> Callable[[Leave], object]:
 
 @contextlib.contextmanager
 def leaving_with(callback: Callable[[Leave], object]) -> Iterator[None]:
-    """Within, :func:`on_leave` holds for this function, too."""
+    """Call a function as if it was registered by :func:`on_leave`, within this context."""
     _callbacks.append(callback)
     try:
         yield
@@ -72,8 +72,8 @@ def leaving_with(callback: Callable[[Leave], object]) -> Iterator[None]:
         _callbacks.remove(callback)
 
 
-def take_leave(leave: Leave) -> None:
-    """Call what :func:`on_leave` was given; raises the first error when all have been called."""
+def run_callbacks(leave: Leave) -> None:
+    """Call the functions registered by :func:`on_leave`, then raise the first error, if any."""
     first_error: Exception | None = None
     for callback in list(_callbacks):
         try:
@@ -84,25 +84,25 @@ def take_leave(leave: Leave) -> None:
         raise first_error from None
 
 
-def heed(watch: Watch) -> None:
-    """Have SIGTERM mean that this process is to leave, unless the program has its own way with it."""
+def handle_sigterm(watch: LauncherWatch) -> None:
+    """Make this process leave its job on SIGTERM, unless the program has its own handler."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return
 
-    def told(*_: object) -> None:
-        global _told_at
+    def on_sigterm(*_: object) -> None:
+        global _noticed_at
         now = time.monotonic()
-        if _told_at is None:
-            _told_at = now
-            watch.tell(LEAVES, b"")  # where the launcher is gone the next operation ends the process
-        elif now > _told_at + _REPEAT_S:
+        if _noticed_at is None:
+            _noticed_at = now
+            watch.send(LEAVE_NOTICES, b"")  # if the launcher is gone, the next operation fails
+        elif now > _noticed_at + _REPEAT_S:
             _die_of_it()
 
-    signal.signal(signal.SIGTERM, told)
-    # A child is no member: SIGTERM ends it, as it ends those of data loaders, also if it comes at once.
-    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=lambda: _forget(told))
+    signal.signal(signal.SIGTERM, on_sigterm)
+    # SIGTERM ends a forked child, such as a data loader's worker, even directly after the fork.
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=lambda: _forget(on_sigterm))
 
 
 def _die_of_it() -> None:
@@ -113,11 +113,11 @@ def _die_of_it() -> None:
 _masks = threading.local()
 
 
-def _hold() -> None:
+def _block() -> None:
     _masks.former = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 
-def _let_go() -> None:
+def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _masks.former)
 
 
@@ -125,4 +125,4 @@ def _forget(handler: Callable[..., None]) -> None:
     with contextlib.suppress(ValueError):
         if signal.getsignal(signal.SIGTERM) is handler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _let_go()
+    _unblock()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 __all__ = ["BEGUN", "FINISHED", "PROGRESSES", "RESUME_STATUS", "UNKNOWN", "Limits"]
 
-#: Exit status of a job, and of a process of it, that can go on from the last checkpoint: EX_TEMPFAIL.
+#: Exit status of a job or process that can resume from the last checkpoint: EX_TEMPFAIL.
 RESUME_STATUS = 75
 
 #: Written to the report pipe when an elastic function begins and ends. The launcher reads the pipe when the
@@ -14,9 +14,9 @@ RESUME_STATUS = 75
 #: writes UNKNOWN, and no more.
 BEGUN, FINISHED, UNKNOWN = PROGRESSES = b"+", b"-", b"?"
 
-#: From the second failure of a slot on, unless the user says otherwise.
+#: Default cooldown of a slot from its second failure on: at first, and at most.
 _COOLDOWN_S = (1.0, 60.0)
-#: How long a host rests that could not take part, unless the user says otherwise: at first, and at most.
+#: Default cooldown of a host that could not take part: at first, and at most.
 _UNFIT_S = (5.0, 60.0)
 
 
@@ -34,8 +34,8 @@ class Limits:
     spares: int = 0  #: on each host, started ahead
     reset_limit: int | None = None  #: of generations after the first
     timeout_s: float = 600.0  #: with fewer than ``min_size`` members
-    #: How long a slot rests after a failure: at first, and at most, doubled each time. None: the first
-    #: failure costs nothing.
+    #: Cooldown of a slot after a failure: at first, and at most, doubled each time. None: there is none after
+    #: the first failure.
     cooldown_s: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -53,12 +53,12 @@ class Limits:
             raise ValueError(f"--blacklist-cooldown-range {low:g} {high:g}: expected 0 <= MIN <= MAX")
 
     def cooldown_after(self, failures: int) -> float:
-        """How long a slot rests after so many failures in a row."""
+        """The cooldown of a slot after this number of failures in a row, in seconds."""
         low, high = self.cooldown_s or _COOLDOWN_S
         doublings = failures - (1 if self.cooldown_s else 2)
         return 0.0 if doublings < 0 else min(high, low * 2.0 ** min(doublings, 60))
 
-    def rest_after(self, refusals: int) -> float:
-        """How long a host rests that could not take part for so many times in a row."""
+    def host_cooldown_after(self, refusals: int) -> float:
+        """The cooldown of a host that could not take part this number of times in a row, in seconds."""
         low, high = self.cooldown_s or _UNFIT_S
         return min(high, low * 2.0 ** min(refusals - 1, 60))

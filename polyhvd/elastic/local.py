@@ -1,6 +1,6 @@
-"""What is a rank's own, and a copy of it at its neighbour, so that it outlives the rank.
+"""Values that differ by rank, each with a copy on the next rank, so that they outlive their rank.
 
-It is sent in the background, as bytes without pickles. Who takes the place of a lost rank gets what that had.
+They are sent in the background, as bytes without pickles. The replacement of a lost rank receives its values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PADDED_TO = 1024  # sizes that stay the same are agreed on faster
 
 
 def random_states() -> dict[str, Part]:
-    """The generators that Python and NumPy have for the whole process."""
+    """The global random number generators of Python and NumPy."""
 
     def of_python() -> Any:
         version, words, gauss = random.getstate()
@@ -51,7 +51,7 @@ def encoded(value: Any) -> bytes:
 
 
 def decoded(data: bytes) -> Any:
-    """What :func:`encoded` was given; what follows it is left alone."""
+    """The value that :func:`encoded` was given; bytes after it are ignored."""
     (length,) = _LENGTH.unpack_from(data)
     begin = _LENGTH.size + length
     tree, shapes = json.loads(data[_LENGTH.size : begin])
@@ -75,20 +75,20 @@ class LocalParts:
         self._parts = parts
         self._own: bytes | None = None  # as of the last commit
         self._held: dict[int, tuple[int, bytes]] = {}  # of other members, with the ranks that they had
-        self._handle: Any = None  # of the exchange under way
+        self._handle: Any = None  # of the exchange in progress
 
     def keep(self) -> None:
-        """Keep a copy here, and let one go to the next rank while the program goes on.
+        """Keep a copy here, and send one to the next rank while the program continues.
 
         Raises:
             HorovodInternalError: a rank was lost or has shut down.
-            CheckpointError: a part is of a kind that cannot be told.
+            CheckpointError: a part has a type that cannot be encoded.
         """
         self._own = self._encoded()
         self._send(self._own)
 
     def hand_over(self) -> None:
-        """Have the next rank know what they are now, before all leave the world; raises as :meth:`keep`."""
+        """Send the present values to the next rank, before all leave the world; raises as :meth:`keep`."""
         self._send(self._encoded())
         self.finish()
 
@@ -101,15 +101,15 @@ class LocalParts:
         if member is None or size == 1:
             return
         self.finish()
-        told = _LENGTH.pack(member.seat.member) + _LENGTH.pack(rank) + own
-        told += bytes(-len(told) % _PADDED_TO)
-        splits = [len(told) if other == (rank + 1) % size else 0 for other in range(size)]
-        array = np.frombuffer(told, np.uint8)
+        message = _LENGTH.pack(member.seat.member) + _LENGTH.pack(rank) + own
+        message += bytes(-len(message) % _PADDED_TO)
+        splits = [len(message) if other == (rank + 1) % size else 0 for other in range(size)]
+        array = np.frombuffer(message, np.uint8)
         name = "elastic.train.local"
         self._handle = world.engine.submit(OpKind.ALLTOALL, name, (array,), None, numbers=splits)
 
     def finish(self) -> None:
-        """Wait for the exchange that is under way, if one is; raises HorovodInternalError."""
+        """Wait for the exchange in progress, if there is one; raises HorovodInternalError."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -127,17 +127,17 @@ class LocalParts:
                     self._parts[name][1](value)
 
     def abandon(self) -> None:
-        """The world has ended: what has not come by now will not, but what has come counts."""
+        """The world has ended: keep an exchange that has completed, and drop any other."""
         handle, self._handle = self._handle, None
         try:
             if handle is not None and handle.done():
                 self._handle = handle
                 self.finish()
-        except Exception:  # it has failed, as everything has
+        except Exception:  # it has failed with the world
             self._handle = None
 
     def settle(self) -> None:
-        """In the next world: who is new takes the part of one that is lost. Every rank calls it.
+        """In the next world, send the parts of lost ranks to new ranks. Every rank calls it.
 
         Raises:
             HorovodInternalError: a rank was lost or has shut down.
@@ -146,29 +146,29 @@ class LocalParts:
         if process.find() is None:
             return
         held = {number: rank for number, (rank, _) in self._held.items()}
-        told = allgather_object((self._own is None, held), name="elastic.train.parts")
+        gathered = allgather_object((self._own is None, held), name="elastic.train.parts")
         present = _members()
         lost = {
             number: (old, holder)
-            for holder, (_, others) in enumerate(told)
+            for holder, (_, others) in enumerate(gathered)
             for number, old in others.items()
             if number not in present
         }
-        newcomers = [rank for rank, (is_new, _) in enumerate(told) if is_new]
+        new_ranks = [rank for rank, (is_new, _) in enumerate(gathered) if is_new]
         rank = current.world().placement.rank
-        for (number, (_, holder)), newcomer in zip(
-            sorted(lost.items(), key=lambda item: item[1]), newcomers, strict=False
+        for (number, (_, holder)), new_rank in zip(
+            sorted(lost.items(), key=lambda item: item[1]), new_ranks, strict=False
         ):
             part = self._held[number][1] if rank == holder else None
             part = broadcast_object(part, holder, name="elastic.train.part")
             self._held.pop(number, None)
-            if rank == newcomer:
+            if rank == new_rank:
                 self._own = part
                 self.restore()
-        self._own = self._encoded()  # who stays keeps its own, at a commit or not
+        self._own = self._encoded()  # a rank that stays keeps its own, at a commit or not
         self._send(self._own)
 
 
 def _members() -> list[int]:
     member = process.find()
-    return [] if member is None else member.seat.answer.members
+    return [] if member is None else member.seat.reply.members

@@ -1,4 +1,4 @@
-"""``run``: a training function that is called again, in the next world, when one has failed or changed."""
+"""``run``: calls a training function again in the next world when the present one fails or changes."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ S = TypeVar("S", bound=State)
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Make a training function survive the loss of ranks, and let others join.
 
-    The state is told to all ranks, then the function is called. When a collective fails since a rank is lost,
-    the state goes back to its last commit; this process, and all that it has in memory, stays. With the
-    ranks that are left, and others that have come, the function is called again. When processes are waiting
-    to join, it is interrupted in a commit, and nothing is undone. What the function raises otherwise, and
-    RankMismatchError, which would only recur, goes to the caller.
+    The state is sent to all ranks, then the function is called. If a collective fails because a rank is lost,
+    the state is restored from its last commit, while this process keeps running with all that it has in
+    memory. Then the function is called again with the remaining and new ranks. If processes are waiting to
+    join, the function is interrupted in a commit, and nothing is undone. Other exceptions of the function,
+    and RankMismatchError, which would only recur, are raised to the caller.
 
-    Where one such function calls another, the world changes in the outermost alone, which a newcomer begins
-    with as well: the inner state goes back to its last commit, and the error or interrupt goes on outwards.
+    If one such function calls another, the world changes only in the outermost, which new ranks call as well:
+    the inner state is restored from its last commit, and the error or interrupt is raised to the outer one.
 
-    A program may call several such functions one after the other. A process that comes when the others are in
-    a later one is not to do again what they have done: its earlier calls return None at once.
+    A program may call several such functions one after the other. If a process joins while the others are in
+    a later one, its earlier calls return None at once.
 
-    Jobs are elastic with ``polyhvdrun --min-np``. In others the first failure goes to the caller.
+    Jobs are elastic with ``polyhvdrun --min-np``. In others the first failure is raised to the caller.
 
     Args:
         func: takes the state first, then whatever the caller gives.
@@ -65,7 +65,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
 
 def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], Any]) -> Callable[Concatenate[S, P], T]:
-    """What :func:`run` is made of, with a way of one's own into the next world.
+    """As :func:`run`, with your own function to enter the next world.
 
     Args:
         func: takes the state first.
@@ -82,14 +82,14 @@ def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], Any]) -> Ca
 def looped(
     func: Callable[Concatenate[S, P], T],
     reset: Callable[[], Any] | None = None,
-    told: Callable[[BaseException], BaseException] = lambda error: error,
+    translate: Callable[[BaseException], BaseException] = lambda error: error,
 ) -> Callable[Concatenate[S, P], T]:
     """What :func:`run` and :func:`run_fn` return.
 
     Args:
         func: takes the state first.
         reset: enters the next world; None: as ``init()`` has entered the first.
-        told: which of polyhvd's errors one of a framework's stands for.
+        translate: which of polyhvd's errors one of a framework's stands for.
     """
 
     @functools.wraps(func)
@@ -107,7 +107,7 @@ def looped(
             state._is_commit = False
             return func(state, *args, **kwargs)
         except Exception as raised:
-            error = told(raised)
+            error = translate(raised)
             if isinstance(error, HorovodInternalError) and not isinstance(error, RankMismatchError):
                 state.restore()
             raise
@@ -140,10 +140,10 @@ def looped(
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
             except Exception as raised:
-                error = told(raised)
+                error = translate(raised)
                 if not isinstance(error, HorovodInternalError) or isinstance(error, RankMismatchError):
                     raise
-                if reset is None and _way_back() is None:
+                if reset is None and _rejoin_function() is None:
                     _LOG.error(
                         "elastic: this job is not elastic, so that it ends with the loss of a rank; start it "
                         "with polyhvdrun --min-np N"
@@ -158,23 +158,23 @@ def looped(
                     state.restore()
                     state._boundary = None
                 skip_sync = False
-                del error  # its traceback keeps what the function had, of which the next world is to be free
+                del error  # its traceback keeps the function's objects alive
             must_reset = True
 
     return cast(Callable[Concatenate[S, P], T], wrapper)
 
 
-def _way_back() -> Callable[[], None] | None:
+def _rejoin_function() -> Callable[[], None] | None:
     member = process.find()
     return None if member is None else member.rejoin
 
 
 def _is_skipped(number: int) -> bool:
-    """Whether other ranks have done already what this call is to do; else all come to this very call."""
+    """Whether the other ranks are in a later call; otherwise all ranks are in this one."""
     member = process.find()
     if member is None or not member.is_behind:
         return False
-    newest = member.seat.answer.call
+    newest = member.seat.reply.call
     _LOG.warning(
         "elastic: other ranks are in call %d of elastic functions: call %d is skipped; what it has "
         "made counts as far as the state of call %d keeps it",
@@ -184,22 +184,22 @@ def _is_skipped(number: int) -> bool:
 
 
 def _end_together() -> None:
-    """A rank that ended its program would fail what others are still doing in this call without it."""
+    """Wait for all ranks: one that ended its program would fail operations of the others in this call."""
     if (member := process.find()) is not None:
-        with suppress(HorovodInternalError):  # its own part is done, whoever is lost meanwhile
+        with suppress(HorovodInternalError):  # this rank is done, even if another one is lost meanwhile
             member.meet("elastic.end")
         member.report(FINISHED)
 
 
 def _leave() -> None:
-    """What is pending fails now; nothing of the former world is to reach what is restored."""
+    """Leave the world, which fails pending operations: none may write to the restored state."""
     with current.lock:
         if (member := process.find()) is not None:
             member.leave()
 
 
 def _rejoin() -> None:
-    rejoin = _way_back()
+    rejoin = _rejoin_function()
     if rejoin is None:
         raise HorovodInternalError("elastic: the world cannot change: this job is not elastic")
     rejoin()

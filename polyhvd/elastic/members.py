@@ -1,4 +1,4 @@
-"""What :class:`polyhvd.elastic.membership.Membership` knows of processes, slots, hosts and worlds."""
+"""The records of :class:`polyhvd.elastic.membership.Membership`: processes, slots, hosts and worlds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 from polyhvd.elastic.limits import Limits
 
-__all__ = ["Member", "Rest", "Slot", "Standing", "World"]
+__all__ = ["Cooldown", "FormedWorld", "Member", "Slot", "Standing"]
 
 
 @dataclass
@@ -19,17 +19,17 @@ class Member:
     slot: int
     since: float
     generation: int = 0  # of the last world that it was given a place in
-    asks: bool = False  # for a place in a later one
-    ready_at: float = 0.0  # when it has asked for its last
+    waiting: bool = False  # it has requested a place in a later one
+    ready_at: float = 0.0  # when it last requested a place
     dismissed: bool = False
     leaving: bool = False  # with notice: it is in no further world
-    left: tuple[int, ...] = ()  # see Membership.world_left_by; set when it is dismissed from that world
-    commit: tuple[int, int] = (0, -1)  # its last one: number of the call, and of the commit in that call
-    #: When it got its first place, beside members that were in an elastic function already; None: it did not,
-    #: or has come to its own since.
+    departed_world: tuple[int, ...] = ()  # see Membership.departed_world; set when it is dismissed
+    commit: tuple[int, int] = (0, -1)  # its last commit: number of the call, and of the commit in that call
+    #: When it got its first place in a world whose members were in an elastic function already; None: it did
+    #: not, or has called its own since.
     joins_since: float | None = None
     is_founder: bool = False  # it was in the first world, or the first after a lost state: it has the state
-    dying: bool = False  # others of its world have seen it dead; what it has died of is yet to be told
+    dying: bool = False  # other ranks have seen it dead; its agent has not reported it yet
 
 
 @dataclass
@@ -38,18 +38,18 @@ class Slot:
 
     failures: int = 0
     free_at: float = 0.0
-    done: bool = False  # its process has ended in good order: there is no more to do
-    left: bool = False  # with notice: free only where fewer than wanted would be left
-    why: str = ""  # it has failed or was left, for messages
+    done: bool = False  # its process has finished the program
+    vacated: bool = False  # used again only if there are too few processes without it
+    why: str = ""  # why it has failed or is vacated, for messages
 
-    def leave(self, why: str) -> None:
-        """Keep it empty, unless fewer than wanted would be left."""
-        self.left, self.why = True, why
+    def vacate(self, why: str) -> None:
+        """Keep it empty, unless there are too few processes without it."""
+        self.vacated, self.why = True, why
 
 
 @dataclass
-class Rest:
-    """Of a host that could not take part."""
+class Cooldown:
+    """The wait after which a host that could not take part is tried again."""
 
     refusals: int = 0  # in a row
     until: float = 0.0
@@ -57,7 +57,7 @@ class Rest:
 
 
 @dataclass
-class World:
+class FormedWorld:
     """The last generation that was formed."""
 
     generation: int
@@ -65,35 +65,35 @@ class World:
     since: float
     lost: list[int] = field(default_factory=list)
     notified: bool = False
-    wired: bool = False  # somebody has seen all of it connected
-    progressed: bool = False  # somebody has committed in it
-    failed: bool = False  # a collective has failed in it, though no member may be lost
+    connected: bool = False  # a member has reported that all ranks were connected
+    progressed: bool = False  # a member has committed in it
+    failed: bool = False  # a collective has failed in it, perhaps without the loss of a member
     killed: bool = False  # a member was killed from outside
-    #: Members that have ended, or were given up, before they came to their elastic function.
+    #: Members that have ended, or were given up, before they called their elastic function.
     early: list[int] = field(default_factory=list)
-    struck: list[tuple[Slot, float]] = field(default_factory=list)  # slots of those, and when
+    killed_slots: list[tuple[Slot, float]] = field(default_factory=list)  # killed from outside, and when
     judged: bool = False  # whether its failure was counted
 
 
 @dataclass(frozen=True)
 class Standing:
-    """All that a membership knows at one time. The containers are its own, and are only to be read."""
+    """A view of a membership at one time. Its containers are the membership's and must not be changed."""
 
     now: float
     limits: Limits
     hosts: Mapping[str, int]  #: that may be used, with their slots
-    left: Set[str]  #: hosts that have given notice
+    departed_hosts: Set[str]  #: hosts that have given notice
     slots: Mapping[tuple[str, int], Slot]
-    rests: Mapping[str, Rest]
+    cooldowns: Mapping[str, Cooldown]
     members: Mapping[int, Member]
-    world: World | None
-    next_world: Sequence[int]  #: its members, if it were formed now
-    late: Sequence[int]  #: members that have not asked, and that the next world has to wait for
-    least: int  #: members that make a world
+    world: FormedWorld | None
+    next_world: Sequence[int]  #: its members if it was formed now
+    late: Sequence[int]  #: members whose place requests the next world has to wait for
+    least: int  #: minimum number of members of a world
     over: bool
-    leaving: bool  #: everybody leaves with notice
+    leaving: bool  #: all members leave with notice
     finishing: bool  #: some of the world are done
-    parting: str  #: why everybody leaves; empty: not for a shortage
+    parting: str  #: why all members leave; empty: not for a shortage
     too_few_since: float | None
 
     @cached_property

@@ -1,8 +1,8 @@
-"""Who is in the world of an elastic job: from events to generations. Pure: no socket, process or clock.
+"""Decides which processes are in the world of an elastic job. Pure: no socket, process or clock.
 
-A *member* is a process, by a number that no other process of the job ever has. It stands in a *slot* of a
-host, and waits there for a place in the next *generation* of the world. The launcher tells what happens,
-with the time, and does what comes back.
+A *member* is a process, identified by a number that is never used again. It occupies a *slot* of a host and
+waits there for a place in the next *generation* of the world. The launcher reports each event with its time,
+and executes the returned actions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 from polyhvd.elastic.actions import Action, Dismiss, End, Fate, Finish, Form, Lose, Notify, Start
 from polyhvd.elastic.limits import Limits
-from polyhvd.elastic.members import Member, Rest, Slot, Standing, World
+from polyhvd.elastic.members import Cooldown, FormedWorld, Member, Slot, Standing
 
 __all__ = [
     "Action",
@@ -28,48 +28,48 @@ __all__ = [
     "Start",
 ]
 
-#: Worlds in a row that fail before anybody has committed: what fails them will fail the next one.
-_BARREN_MAX = 2
-#: The same, where processes were killed from outside: that is others' doing, and hits recoveries as well, but
-#: a system that is short of memory kills so, too, again and again.
-_KILLED_MAX = 10
-#: A slot whose process has lived for so long has its failures forgiven.
+#: The job ends after so many worlds in a row have failed before a commit: the next one would fail, too.
+_FAILED_WORLDS_MAX = 2
+#: The same, if processes were killed from outside. That can also hit recoveries, so more are allowed; but a
+#: system that is short of memory kills again and again.
+_KILLED_WORLDS_MAX = 10
+#: The failures of a slot are forgotten when its process has lived for this long.
 _FORGIVEN_AFTER_S = 600.0
-#: How long newcomers that are ready wait for others that have been started with them.
+#: How long new members that are ready wait for others that were started with them.
 _GATHER_S = 5.0
-#: So long the members that go on after a loss have the machine to themselves: a replacement that imports a
-#: framework meanwhile takes the processors from them, just when every rank waits for the slowest.
+#: No replacement is started for this long after a loss: importing a framework would take processors from the
+#: remaining members while they recover.
 _QUIET_S = 0.5
 #: Time for a replacement to arrive before the shortage is reported.
-_SAID_AFTER_S = 3.0
+_REPORTED_AFTER_S = 3.0
 #: Time for members to leave after a shortage has lasted for --elastic-timeout.
 _PARTING_S = 30.0
-#: Least time for a new member to come to its elastic function, while the others wait for it.
+#: Minimum time for a new member to call its elastic function, while the others wait for it.
 _PROLOGUE_S_MIN = 10.0
 
 
 class Membership:
-    """See the module. Every method takes what has happened, and returns what is to be done, in order.
+    """See the module. Every method for an event returns the actions to execute, in order.
 
     Example::
 
         membership = Membership(Limits(size=2, min_size=1, max_size=2))
         membership.hosts_are({"a": 2}, now=0.0)  # [Start(0, "a", 0), Start(1, "a", 1)]
-        membership.asks(0, 0, now=1.0)  # []
-        membership.asks(1, 0, now=1.2)  # [Form(1, (0, 1), ("a", "a"))]
+        membership.request(0, 0, now=1.0)  # []
+        membership.request(1, 0, now=1.2)  # [Form(1, (0, 1), ("a", "a"))]
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.replaced = 0  #: how many members the job has lost and gone on
+        self.replaced = 0  #: number of members that were lost without ending the job
         self.formed = 0  #: the last generation
         self._hosts: dict[str, int] = {}
         self._slots: dict[tuple[str, int], Slot] = {}
-        self._rests: dict[str, Rest] = {}
+        self._cooldowns: dict[str, Cooldown] = {}
         self._members: dict[int, Member] = {}  # those that live
         self._next = 0
-        self._world: World | None = None
-        self._left: set[str] = set()  # hosts that have given notice, for as long as they are listed
+        self._world: FormedWorld | None = None
+        self._departed_hosts: set[str] = set()  # that have given notice, while they are listed
         self._finishing = False  # a member of a world has ended well
         self._leaving = False  # all members leave with notice
         self._cut_short = False  # one of them has left before the end of the program
@@ -78,23 +78,25 @@ class Membership:
         self._shortage = ""  # message for the user while processes or slots are too few
         self._parting = ""  # why the job ends when all have left; empty: it was not for a shortage
         self._parts_until = float("inf")
-        self._has_progressed = False  # a commit was made since the job has begun with nothing
-        self._quiet_until = 0.0  # nobody is started, unless there are too few to go on
-        self._barren = self._crashed = 0  # worlds in a row: all, and those that have failed of their own
-        self._first_cause: int | None = None  # of the barren worlds, best of those of their own
+        self._has_progressed = False  # a commit was made since the job began without a state
+        self._quiet_until = 0.0  # no process is started before, unless there are too few
+        self._failed_worlds = self._crashed = 0  # in a row: all, and those without a kill from outside
+        self._first_cause: int | None = None  # of the failed worlds, if possible not a kill from outside
         self._lost_now: int | None = None  # the first that the present world has lost
 
     # Events
 
     def hosts_are(self, hosts: Mapping[str, int], now: float) -> list[Action]:
-        """These are the hosts now, with their slots; one that is missing is gone, or about to be."""
+        """Set the hosts with their slots; a host that is missing is gone, or about to be."""
         if self._over:
             return []
-        self._left &= hosts.keys()
+        self._departed_hosts &= hosts.keys()
         for (host, _), slot in self._slots.items():
-            slot.left = slot.left and host in hosts
-        self._hosts = {host: slots for host, slots in hosts.items() if slots > 0 and host not in self._left}
-        self._rests = {host: rest for host, rest in self._rests.items() if host in hosts}
+            slot.vacated = slot.vacated and host in hosts
+        self._hosts = {
+            host: slots for host, slots in hosts.items() if slots > 0 and host not in self._departed_hosts
+        }
+        self._cooldowns = {host: cooldown for host, cooldown in self._cooldowns.items() if host in hosts}
         actions: list[Action] = []
         for number, member in self._members.items():
             if member.generation == 0 and not member.dismissed and not self._has_slot(member):
@@ -103,30 +105,30 @@ class Membership:
         return actions + self._settle(now)
 
     def host_unfit(
-        self, host: str, now: float, *, others_may_come: bool = True, why: str = ""
+        self, host: str, now: float, *, more_hosts_may_come: bool = True, why: str = ""
     ) -> list[Action]:
-        """Nothing can be started on a host, for a reason that holds for all: it rests, and is tried again.
+        """Nothing can be started on a host: try it again after a cooldown.
 
-        Processes that were to be started there are no more. Where no others may come, and the first world
-        cannot be had without this host, the job ends.
+        Processes that were to be started there are removed. If no more hosts may come, and the first world
+        cannot be formed without this host, the job ends.
         """
         if self._over:
             return []
         for number in self.unready_on(host):
             del self._members[number]
-        rest = self._rests.setdefault(host, Rest())
-        rest.refusals += 1
-        rest.until = now + self.limits.rest_after(rest.refusals)
-        rest.why = why
-        fit = sum(slots for name, slots in self._hosts.items() if not self._rests_at(name, now))
-        if self.formed == 0 and fit < self.limits.min_size and not others_may_come:
+        cooldown = self._cooldowns.setdefault(host, Cooldown())
+        cooldown.refusals += 1
+        cooldown.until = now + self.limits.host_cooldown_after(cooldown.refusals)
+        cooldown.why = why
+        fit = sum(slots for name, slots in self._hosts.items() if not self._is_cooling(name, now))
+        if self.formed == 0 and fit < self.limits.min_size and not more_hosts_may_come:
             return self._end(f"the other hosts have {fit} slots, fewer than --min-np {self.limits.min_size}")
         return self._settle(now)
 
     def leaves(self, members: Collection[int], now: float) -> list[Action]:
-        """Processes have been given notice: they are in the world until its next boundary, and in no other.
+        """Processes have been given notice: they stay in the world until its next boundary, and join no more.
 
-        Their slots stay empty, unless fewer than ``min_size`` would be left without them.
+        Their slots stay empty, unless there are fewer than ``min_size`` processes without them.
         """
         if self._over:
             return []
@@ -136,14 +138,14 @@ class Membership:
             if found is None or found.leaving:
                 continue
             found.leaving = True
-            self._slots[found.host, found.slot].leave(f"process {number} left with notice")
+            self._slots[found.host, found.slot].vacate(f"process {number} left with notice")
             if found.generation == 0 and not found.dismissed:
                 found.dismissed = True
                 actions.append(Dismiss(number))
         return actions + self._dismiss_where_all_leave() + self._settle(now)
 
     def _dismiss_where_all_leave(self) -> list[Action]:
-        """Where nobody stays who has the state, who waits for a place waits in vain."""
+        """Dismiss the processes that wait for a place if no member with the state stays."""
         world = self._world
         if world is not None and world.members and not self._finishing:
             self._leaving |= all(self._members[number].leaving for number in world.members)
@@ -155,10 +157,10 @@ class Membership:
         return actions
 
     def host_leaves(self, host: str, now: float) -> list[Action]:
-        """A host has given notice: it is used no more, unless it comes back after it was not listed."""
+        """A host has given notice: do not use it until it has been removed from the list and listed again."""
         if self._over:
             return []
-        self._left.add(host)
+        self._departed_hosts.add(host)
         self._hosts.pop(host, None)
         return self.leaves([n for n, item in self._members.items() if item.host == host], now)
 
@@ -168,11 +170,11 @@ class Membership:
         return self.leaves(list(self._members), now)
 
     def evict(self, member: int, now: float) -> list[Action]:
-        """Have one that is ready take the place of a member, which leaves with notice; else do nothing."""
+        """Replace a member, which leaves with notice, by a process that is ready, if there is one."""
         world, found = self._world, self._members.get(member)
         if self._over or found is None or world is None or member not in world.members:
             return []
-        if len(world.members) < 2:  # nobody would be left to tell the state
+        if len(world.members) < 2:  # no member would be left to send the state
             return []
         if found.leaving or world.notified or world.lost or self._finishing or self._leaving:
             return []
@@ -183,7 +185,7 @@ class Membership:
 
     @property
     def all_are_leaving(self) -> bool:
-        """Whether nobody of the present world is to stay, so that its state leaves with them."""
+        """Whether all members of the present world leave, and its state with them."""
         return self._leaving
 
     @property
@@ -200,17 +202,17 @@ class Membership:
         return self._members[member].host
 
     def leaves_by(self, member: int) -> str:
-        """Whether a member leaves with notice: "one" of its world, or "all" of it; empty: it does not."""
+        """Which members leave with notice: "one" (this one), "all" of its world; empty: this one does not."""
         found = self._members.get(member)
         return "" if found is None or not found.leaving else "all" if self._leaving else "one"
 
-    def world_left_by(self, member: int) -> list[int]:
-        """The members of the world that one has left with notice, without those that were lost.
+    def departed_world(self, member: int) -> list[int]:
+        """The members of the world that a member has left with notice, without those that were lost.
 
         They are in the order of their ranks. If all leave, members with the newest commit come first: the
         first one saves the state, and a loss can leave survivors with commits that are a step apart.
         """
-        return list(self._members[member].left) if member in self._members else []
+        return list(self._members[member].departed_world) if member in self._members else []
 
     @property
     def ranks(self) -> list[int]:
@@ -219,41 +221,41 @@ class Membership:
 
     @property
     def blamable(self) -> set[int]:
-        """The members whose loss may yet be named as what the job has ended of."""
+        """The members whose loss may still be reported as the cause of the job's failure."""
         lost = [] if self._world is None else self._world.lost
         named = {self._first_cause, self._lost_now}
         return {*lost, *(member for member in named if member is not None)}
 
     def unready_on(self, host: str) -> set[int]:
-        """The members on a host that have never asked for a place."""
+        """The members on a host that have never requested a place."""
         living = self._members.items()
-        return {n for n, item in living if item.host == host and item.generation == 0 and not item.asks}
+        return {n for n, item in living if item.host == host and item.generation == 0 and not item.waiting}
 
-    def asks(
+    def request(
         self,
         member: int,
         after: int,
         now: float,
         *,
-        wired: bool = False,
+        connected: bool = False,
         progressed: bool = False,
         failed: bool = False,
         dead: Collection[int] = (),
         commit: tuple[int, int] = (0, -1),
     ) -> list[Action]:
-        """A member asks for a place in a generation after this one.
+        """A member requests a place in a generation after this one.
 
-        The next world does not wait for the end of those that it has seen dead, where that could decide
-        nothing but that the whole job ends: a process is long in ending that has much memory.
+        The next world does not wait for members that this one has seen dead, if their exit status could only
+        end the whole job: a process with much memory takes long to end.
 
         Args:
             member: which.
             after: the last generation that it had a place in; 0: none.
             now: the time.
-            wired: whether it has been connected in that one.
+            connected: whether it has been connected in that one.
             progressed: whether it has committed in it.
             failed: whether a collective has failed there.
-            dead: the members of it that are dead, as far as this one has seen.
+            dead: the members of it that this member has seen dead.
             commit: its last one, as the number of the call of an elastic function and of the commit in that
                 call, from 0. A greater one is newer.
         """
@@ -262,21 +264,21 @@ class Membership:
             return []
         world = self._world
         if found.dying and world is not None:
-            found.dying = False  # it lives, but others may have gone on without it
+            found.dying = False  # it lives, but the others may have continued without it
             found.dismissed |= found.generation < world.generation
         if found.dismissed:
             return [Dismiss(member)]
         found.commit = commit
-        if not found.asks:
-            found.asks = True
+        if not found.waiting:
+            found.waiting = True
             found.ready_at = now
-            self._rests.pop(found.host, None)
+            self._cooldowns.pop(found.host, None)
         if world is not None and found.generation == world.generation:
-            world.wired |= wired
+            world.connected |= connected
             world.progressed |= progressed
             world.failed |= failed
             for number in set(dead).intersection(world.members):
-                self._members[number].dying = not self._members[number].asks
+                self._members[number].dying = not self._members[number].waiting
             self._forgive(world)
         return self._settle(now)
 
@@ -296,8 +298,8 @@ class Membership:
             member: which.
             fate: how.
             now: the time.
-            has_begun: whether it had come to an elastic function. The job goes on without a new member that
-                ends or fails before; if it had no place yet, its slot rests as after a loss.
+            has_begun: whether it had called an elastic function. The job continues without a new member that
+                ends or fails before; if it had no place yet, its slot has a cooldown as after a loss.
             has_finished: whether its elastic functions had returned. If it was lost after that, no step is
                 repeated, and the job fails when the other members have ended.
             why: how it has ended, for messages about its slot.
@@ -324,13 +326,13 @@ class Membership:
             return self._settle(now)
         joins = found.generation == 0 and world is not None and bool(world.members)
         if fate is Fate.FAILED and is_early:
-            slot.leave(why)  # another one would fail again
+            slot.vacate(why)  # another one would fail again
         elif (fate is Fate.FAILED and not joins) or (fate is Fate.UNSTARTABLE and self.formed == 0):
             return self._end("", cause=member)
         self._fail_slot(slot, found, now, why)
         self.replaced += found.generation > 0
         actions: list[Action] = []
-        if found.dying and not placed:  # the others have gone on, and so that world had got on
+        if found.dying and not placed:  # the others have continued, so that world had a commit
             self._quiet_until = now + _QUIET_S
             if fate is Fate.KILLED:
                 self._pardon(slot, now)
@@ -340,7 +342,7 @@ class Membership:
             world.lost.append(member)
             if fate is Fate.KILLED:
                 world.killed = True
-                world.struck.append((slot, now))
+                world.killed_slots.append((slot, now))
                 self._forgive(world)
             self._quiet_until = now + _QUIET_S
             actions.append(Lose(world.generation, member))
@@ -348,7 +350,7 @@ class Membership:
         return actions + self._settle(now)
 
     def begins(self, member: int) -> None:
-        """A member that has joined has come to its elastic function."""
+        """A member that has joined has called its elastic function."""
         if (found := self._members.get(member)) is not None:
             found.joins_since = None
 
@@ -357,19 +359,19 @@ class Membership:
         self._has_progressed = True
 
     def time_is(self, now: float) -> list[Action]:
-        """Nothing has happened; the time of :meth:`next_at` may have come."""
+        """Act on the time: that of :meth:`next_at` may have come."""
         return [] if self._over else self._settle(now)
 
     def next_at(self, now: float) -> float:
-        """When :meth:`time_is` may have something to do, after now; infinite: never."""
+        """The next time after now at which :meth:`time_is` may have something to do; infinite: never."""
         if self._over:
             return float("inf")
         vacant = [slot for key, slot in self._slots.items() if self._is_vacant(key)]
         times = [max(slot.free_at, self._quiet_until) for slot in vacant]
-        times += [rest.until for host, rest in self._rests.items() if host in self._hosts]
+        times += [cooldown.until for host, cooldown in self._cooldowns.items() if host in self._hosts]
         if self._too_few_since is not None:
             times.append(self._too_few_since + self.limits.timeout_s)
-            times.append(self._too_few_since + self._said_after_s)
+            times.append(self._too_few_since + self._reported_after_s)
         times.append(self._parts_until)
         times += [self._joins_until(item) for item in self._members.values()]
         times += [item.ready_at + _GATHER_S for item in self._members.values() if self._may_join(item)]
@@ -380,7 +382,7 @@ class Membership:
         """Whether nothing more will be decided."""
         return self._over
 
-    # What follows
+    # Consequences of events
 
     def _settle(self, now: float) -> list[Action]:
         if self._leaving and not self._members and not self._has_finished():
@@ -404,7 +406,7 @@ class Membership:
         return actions
 
     def _is_finished(self) -> bool:
-        """Whether all that were in the world have ended well, or no process has anything to do."""
+        """Whether all members of the world have ended well, or no process has anything to do."""
         if self._leaving:
             return not self._members and self._has_finished()
         if self._world is not None:
@@ -416,12 +418,12 @@ class Membership:
         return self._finishing and not self._cut_short and self._world is not None and not self._world.lost
 
     def _joins_until(self, member: Member) -> float:
-        """When the others have waited long enough for it; infinite: it is not joining."""
-        since = float("inf") if member.joins_since is None or member.asks else member.joins_since
+        """When the others stop waiting for it; infinite: it is not joining."""
+        since = float("inf") if member.joins_since is None or member.waiting else member.joins_since
         return since + max(self.limits.timeout_s, _PROLOGUE_S_MIN)
 
     def _give_up_joining(self, now: float) -> list[Action]:
-        """Go on without new members that have not come to their elastic function in time."""
+        """Continue without new members that have not called their elastic function in time."""
         actions: list[Action] = []
         world = self._world
         if world is None:
@@ -440,7 +442,7 @@ class Membership:
                 f"process {number} on {member.host} has not come to its elastic function within {limit:g} s "
                 "(--elastic-timeout)"
             )
-            self._slots[member.host, member.slot].leave(reason)
+            self._slots[member.host, member.slot].vacate(reason)
             actions.append(Lose(world.generation, number, reason))
         return actions
 
@@ -449,17 +451,17 @@ class Membership:
         slot.free_at = now + self.limits.cooldown_after(slot.failures)
         slot.why = why
 
-    def _forgive(self, world: World) -> None:
-        """Take kills from outside in a world that has got on for the first failures of their slots.
+    def _forgive(self, world: FormedWorld) -> None:
+        """Count kills from outside as first failures of their slots if the world has committed.
 
-        The slots have shown that they work, so that resting could only keep the job waiting. What the user
-        says of rests holds for all failures alike.
+        Such slots work, and a cooldown would only delay the job. Cooldowns set by the user apply to all
+        failures.
         """
         if not world.progressed:
             return
-        for slot, killed_at in world.struck:
+        for slot, killed_at in world.killed_slots:
             self._pardon(slot, killed_at)
-        world.struck = []
+        world.killed_slots = []
 
     def _pardon(self, slot: Slot, killed_at: float) -> None:
         if self.limits.cooldown_s is None:
@@ -473,9 +475,9 @@ class Membership:
         slots = self._hosts.get(host, 0)
         return slots + self.limits.spares if slots else 0
 
-    def _rests_at(self, host: str, now: float) -> bool:
-        rest = self._rests.get(host)
-        return rest is not None and now < rest.until
+    def _is_cooling(self, host: str, now: float) -> bool:
+        cooldown = self._cooldowns.get(host)
+        return cooldown is not None and now < cooldown.until
 
     def _is_vacant(self, key: tuple[str, int]) -> bool:
         host, number = key
@@ -487,10 +489,10 @@ class Membership:
 
     def _start_missing(self, now: float) -> list[Action]:
         """Start what is missing: as many as the world may have, and the spares of each host."""
-        left = sum(
-            slot.left and not slot.done and host in self._hosts for (host, _), slot in self._slots.items()
+        vacated = sum(
+            slot.vacated and not slot.done and host in self._hosts for (host, _), slot in self._slots.items()
         )
-        wanted = min(self.limits.max_size, sum(self._hosts.values()) - left)
+        wanted = min(self.limits.max_size, sum(self._hosts.values()) - vacated)
         wanted += self.limits.spares * len(self._hosts)
         done = sum(slot.done for slot in self._slots.values())
         wanted -= done
@@ -501,14 +503,14 @@ class Membership:
         if now < self._quiet_until and len(self._next_world()) >= self._least():
             return actions
         for host in self._hosts:
-            for number in range(0 if self._rests_at(host, now) else self._capacity(host)):
+            for number in range(0 if self._is_cooling(host, now) else self._capacity(host)):
                 slot = self._slots.setdefault((host, number), Slot())
                 living = sum(not item.dismissed and not item.leaving for item in self._members.values())
                 if living >= wanted or self._finishing or self._leaving:
                     return actions
-                is_free = slot.free_at <= now and (not slot.left or living < self.limits.min_size)
+                is_free = slot.free_at <= now and (not slot.vacated or living < self.limits.min_size)
                 if is_free and self._is_vacant((host, number)):
-                    slot.left = False
+                    slot.vacated = False
                     self._members[self._next] = Member(host, number, now)
                     actions.append(Start(self._next, host, number))
                     self._next += 1
@@ -516,25 +518,25 @@ class Membership:
 
     def _need_no_world(self) -> int:
         """Number of processes that ended with status 0, if no process has called init()."""
-        if self._world is not None or any(item.asks for item in self._members.values()):
+        if self._world is not None or any(item.waiting for item in self._members.values()):
             return 0
         return sum(slot.done for slot in self._slots.values())
 
-    def _waiting(self) -> list[int]:
-        """Newcomers that are ready, the oldest first."""
+    def _ready_members(self) -> list[int]:
+        """New members that are ready, the oldest first."""
         return [n for n, item in self._members.items() if self._is_ready(item)]
 
     @staticmethod
     def _is_ready(item: Member) -> bool:
-        return item.asks and item.generation == 0 and not item.dismissed and not item.leaving
+        return item.waiting and item.generation == 0 and not item.dismissed and not item.leaving
 
     def _next_world(self) -> list[int]:
-        """Who will be in it: those of the present one in their order, then who is ready, the oldest first."""
+        """The members of the next world: those of the present one, then ready ones, the oldest first."""
         staying = [] if self._world is None else self._world.members
         target = self.limits.size if self._world is None else self._target()
         room = dict(self._hosts)
         chosen: list[int] = []
-        for number in (*staying, *self._waiting()):
+        for number in (*staying, *self._ready_members()):
             item = self._members[number]
             if item.leaving or item.dying or self._leaving:
                 continue
@@ -545,7 +547,7 @@ class Membership:
         return chosen
 
     def _is_complete(self) -> bool:
-        """Whether everybody has asked for a place whom the next world has to wait for."""
+        """Whether all members that the next world has to wait for have requested a place."""
         late = self._late()
         if self._world is None or not self._world.members:
             chosen = len(self._next_world())
@@ -553,15 +555,15 @@ class Membership:
         return not late
 
     def _late(self) -> list[int]:
-        """The members that have not asked for a place, and that the next world has to wait for."""
+        """The members without a place request that the next world has to wait for."""
         world = self._world
         if world is None or not world.members:
-            return [n for n, item in self._members.items() if not item.asks and not item.dismissed]
-        late = [number for number in world.members if not self._members[number].asks]
+            return [n for n, item in self._members.items() if not item.waiting and not item.dismissed]
+        late = [number for number in world.members if not self._members[number].waiting]
         passed = late and len(late) < len(world.members) and self._may_pass_over(late, world)
         return [] if passed else late
 
-    def _may_pass_over(self, late: list[int], world: World) -> bool:
+    def _may_pass_over(self, late: list[int], world: FormedWorld) -> bool:
         """Whether nothing of the next world depends on how these members end."""
         if not all(self._members[number].dying for number in late) or not world.progressed:
             return False
@@ -569,7 +571,7 @@ class Membership:
         return len(self._next_world()) >= self._least() and (limit is None or self.formed <= limit)
 
     def _least(self) -> int:
-        """How many make a world; when others are done already, those that are left finish without them."""
+        """The minimum size of a world. When some members are done, the others may finish without them."""
         return 1 if self._finishing else self.limits.min_size
 
     def _form(self, now: float) -> list[Action]:
@@ -579,18 +581,18 @@ class Membership:
         if world is not None and broken and (reason := self._recurs(world)) is not None:
             return self._end(reason, cause=self._first_cause)
         if len(chosen) < self._least():
-            return self._let_go(world)
+            return self._dismiss_leaving(world)
         if self.limits.reset_limit is not None and self.formed > self.limits.reset_limit:
             reason = (
                 f"the world has changed {self.formed} times, and --reset-limit is {self.limits.reset_limit}"
             )
             return self._end(reason, cause=self._lost_now)
         self.formed += 1
-        former = () if world is None else self._left_of(world)
+        former = () if world is None else self._living_members(world)
         leaving = [number for number in former if number not in chosen]
         for number in leaving:
             self._members[number].dismissed = True
-            self._members[number].left = former
+            self._members[number].departed_world = former
         state_lost = self._has_progressed and not any(self._holds_state(number) for number in chosen)
         begins = self._world is None or state_lost
         self._has_progressed &= not state_lost
@@ -600,8 +602,8 @@ class Membership:
                 self._members[number].joins_since = now
             self._members[number].is_founder |= begins
             self._members[number].generation = self.formed
-            self._members[number].asks = False
-        self._world = World(self.formed, chosen, now)
+            self._members[number].waiting = False
+        self._world = FormedWorld(self.formed, chosen, now)
         self._lost_now = None
         hosts = tuple(self._members[number].host for number in chosen)
         return [Form(self.formed, tuple(chosen), hosts, state_lost), *map(Dismiss, leaving)]
@@ -610,15 +612,15 @@ class Membership:
         member = self._members[number]
         return member.is_founder or member.commit[1] >= 0
 
-    def _left_of(self, world: World) -> tuple[int, ...]:
-        """Who of a world lives, as far as is known, by rank."""
+    def _living_members(self, world: FormedWorld) -> tuple[int, ...]:
+        """The living members of a world, as far as known, by rank."""
         return tuple(number for number in world.members if not self._members[number].dying)
 
-    def _let_go(self, world: World | None) -> list[Action]:
-        """Dismiss who leaves, though the others are too few for a world of their own."""
+    def _dismiss_leaving(self, world: FormedWorld | None) -> list[Action]:
+        """Dismiss the members that leave, although the others are too few to form a world."""
         actions: list[Action] = []
-        # Those that were dismissed before have left already, and save nothing any more.
-        living = () if world is None else self._left_of(world)
+        # Members that were dismissed before have left already and save nothing.
+        living = () if world is None else self._living_members(world)
         members = tuple(number for number in living if not self._members[number].dismissed)
         if self._leaving:
             members = tuple(sorted(members, key=lambda number: self._members[number].commit, reverse=True))
@@ -626,59 +628,60 @@ class Membership:
             item = self._members[number]
             if item.leaving:
                 item.dismissed = True
-                item.left = members
+                item.departed_world = members
                 actions.append(Dismiss(number))
         return actions
 
-    def _recurs(self, world: World) -> str | None:
-        """Why it would be in vain to go on; each world is counted once."""
+    def _recurs(self, world: FormedWorld) -> str | None:
+        """Why the next world would fail, too, or None; each world is counted once."""
         if world.judged:
             return None
         world.judged = True
         if world.early and set(world.lost) <= set(world.early) and len(world.members) >= self._least():
-            return None  # the others are enough without those that have not begun
+            return None  # there are enough members without those that have not begun
         if world.progressed:
-            self._barren = self._crashed = 0
+            self._failed_worlds = self._crashed = 0
             self._first_cause = None
-        elif world.wired or not world.members:
-            self._barren += 1
+        elif world.connected or not world.members:
+            self._failed_worlds += 1
             self._crashed += not world.killed
             if self._first_cause is None or (self._crashed == 1 and not world.killed):
                 self._first_cause = self._lost_now
-        if self._crashed < _BARREN_MAX and self._barren < _KILLED_MAX:
+        if self._crashed < _FAILED_WORLDS_MAX and self._failed_worlds < _KILLED_WORLDS_MAX:
             return None
-        return f"{self._barren} worlds in a row have failed before anybody had committed"
+        return f"{self._failed_worlds} worlds in a row have failed before anybody had committed"
 
     def _may_join(self, item: Member) -> bool:
         return self._is_ready(item) and self._world is not None and not self._world.notified
 
     def _notify(self, now: float) -> list[Action]:
-        """Have the world ask for the next one, where that would have other members."""
+        """Make the world stop at a boundary if the next one would have other members."""
         world = self._world
         if world is None or world.notified or world.lost or self._finishing:
             return []
-        if any(self._members[number].asks for number in world.members):
-            return []  # it is about to
+        if any(self._members[number].waiting for number in world.members):
+            return []  # it stops already
         chosen = self._next_world()
         if any(self._members[number].leaving for number in world.members):
             world.notified = True
             return [Notify(world.generation)]
         if chosen == world.members or len(chosen) < self.limits.min_size:
             return []
-        newcomers = chosen[len([number for number in world.members if number in chosen]) :]
-        starting = any(not item.asks and item.generation == 0 for item in self._members.values())
-        staying = len(chosen) - len(newcomers) == len(world.members)
-        if starting and staying and now < self._members[newcomers[0]].ready_at + _GATHER_S:
+        joining = chosen[len([number for number in world.members if number in chosen]) :]
+        starting = any(not item.waiting and item.generation == 0 for item in self._members.values())
+        staying = len(chosen) - len(joining) == len(world.members)
+        if starting and staying and now < self._members[joining[0]].ready_at + _GATHER_S:
             return []
         world.notified = True
         return [Notify(world.generation)]
 
     def _watch_size(self, now: float) -> list[Action]:
-        """Have all leave, and the job end, when there have been too few for too long."""
+        """Make all members leave, and end the job, if there have been too few members for too long."""
         usable = Counter(
             item.host
             for item in self._members.values()
-            if (item.generation or item.asks or self._world is None) and not (item.dismissed or item.leaving)
+            if (item.generation or item.waiting or self._world is None)
+            and not (item.dismissed or item.leaving)
         )
         if self._leaving:
             return []
@@ -694,7 +697,7 @@ class Membership:
         if slots < min(living, self.limits.min_size):
             found = f"the hosts have {slots} slot{'s' if slots != 1 else ''}"
         found += f", fewer than --min-np {self.limits.min_size}"
-        if now >= self._too_few_since + self._said_after_s:
+        if now >= self._too_few_since + self._reported_after_s:
             self._shortage = found
         if now < self._too_few_since + self.limits.timeout_s:
             return []
@@ -702,13 +705,13 @@ class Membership:
         self._too_few_since = None
         if not any(item.generation for item in self._members.values()):
             return self._end(reason, cause=self._lost_now, resumable=True)
-        # They have a state, and are given the time to save it.
+        # They have a state and get the time to save it.
         self._parting, self._parts_until = reason, now + _PARTING_S
         return self.all_leave(now)
 
     @property
-    def _said_after_s(self) -> float:
-        return min(_SAID_AFTER_S, self.limits.timeout_s / 2)
+    def _reported_after_s(self) -> float:
+        return min(_REPORTED_AFTER_S, self.limits.timeout_s / 2)
 
     @property
     def shortage(self) -> str:
@@ -716,14 +719,14 @@ class Membership:
         return self._shortage
 
     def standing(self, now: float) -> Standing:
-        """What is known now, for :func:`polyhvd.elastic.standing.decide`. It is to be read at once."""
+        """The present view for :func:`polyhvd.elastic.standing.decide`. Read it before the next event."""
         return Standing(
             now=now,
             limits=self.limits,
             hosts=self._hosts,
-            left=self._left,
+            departed_hosts=self._departed_hosts,
             slots=self._slots,
-            rests=self._rests,
+            cooldowns=self._cooldowns,
             members=self._members,
             world=self._world,
             next_world=self._next_world(),

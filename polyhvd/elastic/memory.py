@@ -1,4 +1,4 @@
-"""Arrays of a state as memory of the host: many are overwritten at once, by others or by those of a rank."""
+"""Arrays of a state in host memory: many are overwritten at once, locally or by another rank's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINE = 64  # bytes of a cache line, with which tensors begin
 
 
 def like(arrays: Sequence[Any], there: Sequence[Array]) -> list[Array]:
-    """Dense arrays of the same forms, of which those that are there already are used again."""
+    """Dense arrays of the same forms; reuses given arrays that fit."""
     known = dict(enumerate(there))
     fits = [number in known and form(known[number]) == form(array) for number, array in enumerate(arrays)]
     lacking = [array for array, fit in zip(arrays, fits, strict=True) if not fit]
@@ -66,7 +66,7 @@ def overwrite(targets: Sequence[Array], values: Sequence[Array]) -> None:
 
 
 def send(arrays: Sequence[Array], name: str, among: ProcessSet) -> None:
-    """Give the other ranks of a set these dense arrays, which are only read; they call :func:`receive`."""
+    """Send dense arrays, which are only read, to the other ranks of a set; they call :func:`receive`."""
     root = current.world().placement.rank
     # By address: they may be read-only.
     tensors = [_core.TensorRef(a.ctypes.data, a.shape, a.dtype.name, a) for a in arrays]

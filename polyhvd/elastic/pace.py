@@ -1,8 +1,8 @@
-"""How long ranks take for what they do by themselves, and who of them is slow. Pure: no socket and no clock.
+"""Measures the ranks' own time per step and finds slow ranks. Pure: no socket and no clock.
 
-A step of training takes all ranks equally long, since they wait for each other; what tells a slow one is the
-part of it in which it does not wait. A member takes the median of its last steps (:class:`Pace`) and the
-launcher compares those of a world (:class:`Judge`).
+A training step takes equally long on all ranks, since they wait for each other. A slow rank is the one that
+waits least. Each member computes the median of its last steps (:class:`Pace`), and the launcher compares the
+members of a world (:class:`Judge`).
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from statistics import median, median_low
 
 __all__ = ["FACTOR", "Figure", "Judge", "Pace", "SlowMember", "SlowRank"]
 
-#: A rank is slow that takes longer than the typical one by this factor, unless the user says otherwise ...
+#: A rank is slow if it takes longer than the typical one by this factor, unless the user sets another one ...
 FACTOR = 1.5
-#: ... and by this time, below which it is the scheduler's play rather than the rank's own.
+#: ... and by this time; less is scheduling noise.
 _EXCESS_S = 0.010
-#: Who was slow is so until it is below this part of what makes it slow.
+#: A slow rank stays slow until it is below this part of both thresholds.
 _RELIEF = 0.8
-#: Nobody is found to be slow, or to be so no more, before it has been so for this long.
+#: A rank is reported as slow, or as no longer slow, after it has been so for this long.
 _PATIENCE_S = 3.0
-#: Steps of which the median counts: one that a pause has made long, and eight more, change nothing.
+#: The median of so many steps counts; up to nine steps with a pause do not change it.
 _STEPS = 20
-#: Where steps are long, so many are enough that take this long together.
+#: With long steps, this number is enough if they take this long together.
 _STEPS_LONG, _LONG_S = 5, 60.0
-#: A member tells its figure as often as this.
-_TELL_S = 1.0
-#: How much a figure changes until it is published again.
+#: Interval between two figures of a member.
+_SEND_INTERVAL_S = 1.0
+#: Relative change of a figure after which slow ranks are published again.
 _CHANGE = 0.2
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What a member says of its last steps."""
+    """What a member reports about its last steps."""
 
     generation: int
     own_s: float  #: of a step, in which it has not waited for others; the median
@@ -49,9 +49,12 @@ class Figure:
     @classmethod
     def decoded(cls, data: bytes) -> Figure:
         """Read what a member has written; raises ValueError, TypeError or KeyError."""
-        said = json.loads(data)
+        values = json.loads(data)
         return cls(
-            int(said["generation"]), float(said["own_s"]), float(said["step_s"]), float(said["data_s"])
+            int(values["generation"]),
+            float(values["own_s"]),
+            float(values["step_s"]),
+            float(values["data_s"]),
         )
 
 
@@ -67,7 +70,7 @@ class Pace:
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=_STEPS)  # Figure's times, of each
         self._began: tuple[float, float, float] | None = None
         self._agreed = 0
-        self._told_at = 0.0
+        self._sent_at = 0.0
 
     def step(self, now: float, waited_s: float, agreed: int, data_s: float = 0.0) -> Figure | None:
         """A step may be over.
@@ -80,7 +83,7 @@ class Pace:
             data_s: how long it has waited for its data in this world.
 
         Returns:
-            What the launcher is to be told, if it is time for that.
+            The figure to send to the launcher, or None if it is not time yet.
         """
         if agreed == self._agreed:
             return None
@@ -89,9 +92,9 @@ class Pace:
             own = max(0.0, whole - (waited_s - self._began[1]))
             self._steps.append((own, whole, data_s - self._began[2]))
         self._began, self._agreed = (now, waited_s, data_s), agreed
-        if now < self._told_at + _TELL_S or not self._are_enough():
+        if now < self._sent_at + _SEND_INTERVAL_S or not self._are_enough():
             return None
-        self._told_at = now
+        self._sent_at = now
         return Figure(self._generation, *map(median, zip(*self._steps, strict=True)))
 
     def _are_enough(self) -> bool:
@@ -119,7 +122,7 @@ class SlowRank:
     host: str  #: as the launcher calls it
     own_s: float  #: what a step takes it by itself, in seconds
     typical_s: float  #: what a step takes the others
-    since: float  #: when it was first found to be slow, as ``time.time()`` says it
+    since: float  #: when it was first found to be slow, as of ``time.time()``
     data_s: float = 0.0  #: of own_s, in which it waits for its data
 
     @property
@@ -142,7 +145,7 @@ class SlowRank:
 
 
 class Judge:
-    """Who is slow in the present world.
+    """Finds the slow members of the present world.
 
     Args:
         factor: how much longer than the typical member a slow one takes.
@@ -179,20 +182,20 @@ class Judge:
         return median(reported) if reported else None
 
     def add(self, member: int, figure: Figure, now: float) -> bool:
-        """A member has told its figure; returns whether :attr:`slow` is to be told anew."""
+        """Add the figure of a member; return whether :attr:`slow` has changed and is to be sent again."""
         if figure.generation != self._generation or member not in self._figures:
             return False
         self._figures[member] = figure
-        known = {number: said for number, said in self._figures.items() if said is not None}
+        known = {number: figure for number, figure in self._figures.items() if figure is not None}
         if len(known) < len(self._figures):
             return False
         former = {item.member: item for item in self.slow}
         # Of two, the faster one is typical; so it is where half of the ranks are slow.
-        typical_s = median_low(said.own_s for said in known.values())
+        typical_s = median_low(figure.own_s for figure in known.values())
         found = []
-        for number, said in known.items():
+        for number, figure in known.items():
             since = former[number].since if number in former else None
-            excess_s, part = said.own_s - typical_s, 1.0 if since is None else _RELIEF
+            excess_s, part = figure.own_s - typical_s, 1.0 if since is None else _RELIEF
             is_over = excess_s > part * _EXCESS_S and excess_s > part * (self._factor - 1.0) * typical_s
             if is_over is (since is not None):
                 self._doubts.pop(number, None)
@@ -200,7 +203,7 @@ class Judge:
                 del self._doubts[number]
                 since = began if is_over else None
             if since is not None:
-                found.append(SlowMember(number, said.own_s, typical_s, since, said.data_s))
+                found.append(SlowMember(number, figure.own_s, typical_s, since, figure.data_s))
         found.sort(key=lambda item: -item.own_s)
         is_news = former.keys() != {item.member for item in found} or any(
             abs(item.own_s - former[item.member].own_s) > _CHANGE * former[item.member].own_s

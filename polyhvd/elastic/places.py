@@ -1,7 +1,7 @@
-"""What the members of an elastic job and its launcher tell each other through the job's store.
+"""The messages between the members of an elastic job and its launcher, sent through the job's store.
 
-A member asks for a place, is answered when the next world is formed, and hears that its world is to come to
-a boundary. Values of different generations never meet: each has scopes of its own.
+A member requests a place, receives a reply when the next world is formed, and is notified when its world is
+to stop at a boundary. Each generation has separate scopes, so messages of two generations never mix.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from polyhvd.rendezvous.store import GatherTimeoutError, StoreError
 from polyhvd.runtime.placement import Placement, placements
 
 __all__ = [
-    "ASKS",
-    "BEGINS",
+    "BEGUN_CALLS",
     "GENERATIONS_MAX",
-    "LEAVES",
+    "LEAVE_NOTICES",
+    "MESSAGES",
+    "PLACE_REQUESTS",
     "PROGRESS",
-    "SAYS",
     "STEPS",
-    "Answer",
-    "Question",
+    "PlaceReply",
+    "PlaceRequest",
     "Seat",
     "lost_scope",
     "notice_scope",
@@ -35,65 +35,65 @@ __all__ = [
     "slow_scope",
 ]
 
-#: Scope in which members ask; the launcher looks at it.
-ASKS = "elastic/asks"
-#: Scope in which members say that they were given notice.
-LEAVES = "elastic/leaves"
-#: Scope in which members say how long their steps take; each forgets what it has said.
+#: Scope of the members' place requests.
+PLACE_REQUESTS = "elastic/asks"
+#: Scope in which members report that they were given notice.
+LEAVE_NOTICES = "elastic/leaves"
+#: Scope in which members say how long their steps take; each deletes its value after sending.
 STEPS = "elastic/steps"
-#: A member that has joined a running job has come to its elastic function.
-BEGINS = "elastic/begins"
+#: Scope in which a member that has joined a running job reports that it is in its elastic function.
+BEGUN_CALLS = "elastic/begins"
 #: The results of object collectives before the first elastic function; rank 0 writes them once.
 PROLOGUE = "elastic/prologue"
-#: It has made its first commit.
+#: Scope in which a member reports its first commit.
 PROGRESS = "elastic/progress"
-#: A line for the user, in UTF-8.
-SAYS = "elastic/says"
+#: Scope of lines for the launcher to print, in UTF-8.
+MESSAGES = "elastic/says"
 GENERATIONS_MAX = 1 << 20
-#: Of one request to the store; it is asked again for as long as the job lives.
+#: Limit of one request to the store, which is repeated while the job lives.
 _WAIT_S = 1e6
 _MOMENT_S = 0.2
 _PROLOGUE_S = 30.0
 
 
-def asks_scope(after: int) -> str:
-    """Where members ask for a place after a generation."""
-    return f"{ASKS}/{after}"
+def place_requests_scope(after: int) -> str:
+    """The scope of requests for a place after a generation."""
+    return f"{PLACE_REQUESTS}/{after}"
 
 
 def place_scope(member: int, after: int) -> str:
-    """Where a member is answered."""
+    """The scope of the reply to a member."""
     return f"{places_scope(member)}{after}"
 
 
 def places_scope(member: int) -> str:
-    """How all scopes begin where a member is answered."""
+    """The prefix of the scopes of all replies to a member."""
     return f"elastic/place/{member}/"
 
 
 def lost_scope(generation: int) -> str:
-    """Where members of a generation hear that one of them is lost, whatever they see of it themselves."""
+    """The scope in which members of a generation are notified that one of them is lost."""
     return f"elastic/lost/{generation}"
 
 
 def notice_scope(generation: int) -> str:
-    """Where rank 0 of a generation hears that its world is to come to a boundary."""
+    """The scope in which rank 0 of a generation is notified that its world is to stop at a boundary."""
     return f"elastic/notice/{generation}"
 
 
 def slow_scope(generation: int, number: int) -> str:
-    """Where members of a generation hear who of them is slow, for the first time, the second ..."""
+    """The scope of the report of slow ranks with this number in a generation."""
     return f"elastic/slow/{generation}/{number}/"
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a member says when it asks for a place."""
+class PlaceRequest:
+    """A member's request for a place."""
 
     after: int = 0  #: the last generation that it had a place in; 0: none
-    wired: bool = False  #: whether it was connected in it
+    wired: bool = False  #: whether it was connected in it; the messages have this name
     progressed: bool = False  #: whether it has committed in it
-    failure: str = ""  #: what a collective has failed with; empty: none has
+    failure: str = ""  #: the error of a failed collective; empty: none has failed
     call: int = 0  #: of an elastic function, from 1, that it is in or was in last; 0: there was none yet
     #: The process sets of that world, each as the members that are in it.
     sets: list[list[int]] = field(default_factory=list)
@@ -106,29 +106,29 @@ class Question:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decoded(cls, data: bytes) -> Question:
-        """Read what a member has written; raises ValueError, TypeError or KeyError."""
-        said = json.loads(data)
-        sets = [[int(member) for member in members] for members in said["sets"]]
-        flags = bool(said["wired"]), bool(said["progressed"]), str(said["failure"])
-        dead = [int(member) for member in said["dead"]]
-        return cls(int(said["after"]), *flags, int(said["call"]), sets, dead, int(said["commits"]))
+    def decoded(cls, data: bytes) -> PlaceRequest:
+        """Decode a member's request; raises ValueError, TypeError or KeyError."""
+        values = json.loads(data)
+        sets = [[int(member) for member in members] for members in values["sets"]]
+        flags = bool(values["wired"]), bool(values["progressed"]), str(values["failure"])
+        dead = [int(member) for member in values["dead"]]
+        return cls(int(values["after"]), *flags, int(values["call"]), sets, dead, int(values["commits"]))
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A place in the next world."""
+class PlaceReply:
+    """The launcher's reply: a place in the next world."""
 
     generation: int  #: 0: the job is over, or does not need this process any more
-    #: By rank. With generation 0: the living members of the world that is left, in the order of
-    #: ``Membership.world_left_by``.
+    #: By rank. With generation 0: the living members of the world that this process leaves, in the order
+    #: of ``Membership.departed_world``.
     members: list[int] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)  #: of each, as the launcher numbers them
-    #: Process sets of the former world, each as the ranks of its members that are left.
+    #: Process sets of the former world, each as the ranks of its remaining members.
     sets: list[list[int]] = field(default_factory=list)
     leaves: str = ""  #: with generation 0: this process leaves with notice, "one" of its world or "all"
     call: int = 0  #: of an elastic function, the last that a member of this world has come to
-    rendezvous: str = ""  #: where this member meets the others; empty: as it was told when it was started
+    rendezvous: str = ""  #: where the ranks meet; empty: the address in the environment
     max_size: int = 0  #: ranks of the largest world that there may be
     #: The value of --on-state-lost if a state was committed before and no member of this world has it; else
     #: empty.
@@ -139,8 +139,8 @@ class Answer:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decoded(cls, data: bytes) -> Answer:
-        """Read what the launcher has written."""
+    def decoded(cls, data: bytes) -> PlaceReply:
+        """Decode the launcher's reply."""
         return cls(**json.loads(data))
 
     def placement(self, member: int) -> Placement:
@@ -160,27 +160,27 @@ class Seat:
 
     def __init__(self, store: ConnectedStore, member: int) -> None:
         self.member = member
-        #: The last answer.
-        self.answer = Answer(0)
+        #: The last reply.
+        self.reply = PlaceReply(0)
         self._store = store
         self._lock = threading.Lock()
         self._notice = 0  # request; 0: there is none
         _seats.add(self)
 
-    def next_place(self, question: Question, idle: Callable[[], None] = lambda: None) -> Answer:
-        """Ask for a place in the next world, and wait for it: as long as the job lives.
+    def next_place(self, request: PlaceRequest, idle: Callable[[], None] = lambda: None) -> PlaceReply:
+        """Request a place in the next world, and wait for the reply while the job lives.
 
         Args:
-            question: what is asked.
-            idle: called once, if there is no answer within a moment.
+            request: what to send.
+            idle: called once, if there is no reply within a moment.
 
         Raises:
             StoreError: the launcher is gone.
             SystemExit: the job is over, or does not need this process any more.
         """
         with self._lock:
-            scope = place_scope(self.member, question.after)
-            self._store.put(asks_scope(question.after), self.member, question.encoded(), own=True)
+            scope = place_scope(self.member, request.after)
+            self._store.put(place_requests_scope(request.after), self.member, request.encoded(), own=True)
             wait_s = _MOMENT_S
             while True:
                 try:
@@ -190,21 +190,21 @@ class Seat:
                     if wait_s == _MOMENT_S:
                         idle()
                     wait_s = _WAIT_S
-            self._store.forget(asks_scope(question.after), self.member)
-            self.answer = Answer.decoded(data)
+            self._store.forget(place_requests_scope(request.after), self.member)
+            self.reply = PlaceReply.decoded(data)
             if self._notice:  # of the world before
                 self._store.abandon(self._notice)
             self._notice = 0
-            if self.answer.generation == 0:
+            if self.reply.generation == 0:
                 raise SystemExit(0)
-            if self.answer.members[0] == self.member:
-                scope = notice_scope(self.answer.generation)
+            if self.reply.members[0] == self.member:
+                scope = notice_scope(self.reply.generation)
                 self._notice = self._store.post_gather(scope, 1, _WAIT_S)
-            return self.answer
+            return self.reply
 
     def has_notice(self) -> bool:
         """On rank 0: whether its world is to come to a boundary. Never waits."""
-        if not self._notice:  # of one reference, which only the thread that asks for places writes
+        if not self._notice:  # only the thread that requests places writes this reference
             return False
         with self._lock:
             try:
@@ -235,11 +235,11 @@ class Seat:
                 raise StoreError(f"no rank has written results within {_PROLOGUE_S:g} s") from None
 
     def is_silent(self, silence_s: float) -> bool:
-        """Whether nothing was heard of the launcher on this connection, either; from any thread."""
+        """Whether nothing was received from the launcher on this connection; from any thread."""
         return self._store.is_silent(silence_s)
 
     def hang_up(self) -> None:
-        """Have whoever waits for a place hear that the launcher is gone; from any thread."""
+        """Make a thread that waits for a place raise StoreError; from any thread."""
         self._store.hang_up()
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ _seats: weakref.WeakSet[Seat] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """A forked process is no member, and must not keep the connection of its parent open."""
+    """A forked process is not a member and must not keep its parent's connection open."""
     for seat in list(_seats):
         seat._lock = threading.Lock()
         seat.close()

@@ -1,4 +1,4 @@
-"""This process as a member of an elastic job: its seat, what it says when it asks for a place, its way back.
+"""This process as a member of an elastic job: its connection, its place requests, and how it joins again.
 
 There is one in a process at most, made by the first ``init()``: :mod:`polyhvd.launch.providers.elastic`.
 """
@@ -17,8 +17,8 @@ from polyhvd.config import Settings
 from polyhvd.elastic import leaving
 from polyhvd.elastic.limits import BEGUN, RESUME_STATUS, UNKNOWN
 from polyhvd.elastic.pace import Pace, SlowRank
-from polyhvd.elastic.places import BEGINS, PROGRESS, SAYS, STEPS, Answer, Question, Seat
-from polyhvd.elastic.watch import Watch
+from polyhvd.elastic.places import BEGUN_CALLS, MESSAGES, PROGRESS, STEPS, PlaceReply, PlaceRequest, Seat
+from polyhvd.elastic.watch import LauncherWatch
 from polyhvd.observe import tracing
 from polyhvd.observe.autotune import Autotuner
 from polyhvd.rendezvous.store import StoreError
@@ -41,17 +41,17 @@ class Process:
 
     Args:
         seat: the connection to the launcher.
-        watch: what hears from it meanwhile.
+        watch: the thread that receives from the launcher while the program runs.
     """
 
-    def __init__(self, seat: Seat, watch: Watch) -> None:
+    def __init__(self, seat: Seat, watch: LauncherWatch) -> None:
         self.seat = seat
         self.watch = watch
         #: Enters the next world as ``init()`` has entered the first; None: there was none yet.
         self.rejoin: Callable[[], None] | None = None
         #: Of a process that was rank 0 of a job that is tuned.
         self.autotuner: Autotuner | None = None
-        self._wired = False
+        self._connected = False
         self._progressed = False
         self._failure = ""
         self._dead: list[int] = []  # members of the last world whose processes are dead
@@ -59,7 +59,7 @@ class Process:
         self._sets: list[list[int]] = []  # of the present world or the last: members of each, some of none
         self._numbers: list[int | None] = []  # of each in the present world
         self._objects: list[tuple[Member, int]] = []  # of the last world, and which of these each was
-        #: What this process has counted in former worlds.
+        #: Counters of this process from former worlds.
         self.counted: dict[str, int] = {}
         #: The last outermost call of an elastic function, from 1.
         self.call = 0
@@ -74,12 +74,12 @@ class Process:
         self._has_published = False
         current.on_leave(self._remember)
 
-    def say(self, text: str) -> None:
-        """Have the launcher print a line."""
-        self.watch.tell(SAYS, text.encode(errors="replace"), again=True)
+    def send_message(self, text: str) -> None:
+        """Send a line for the launcher to print."""
+        self.watch.send(MESSAGES, text.encode(errors="replace"), again=True)
 
     def report(self, progress: bytes) -> None:
-        """Tell the launcher how far the program is; it reads that when this process has ended.
+        """Report how far the program is; the launcher reads it when this process has ended.
 
         Args:
             progress: ``BEGUN`` or ``FINISHED`` of :mod:`polyhvd.elastic.limits`.
@@ -97,10 +97,10 @@ class Process:
     def is_behind(self) -> bool:
         """Whether the other ranks are in an elastic function that this process has not come to.
 
-        The launcher has said which call the others were in when they asked for this world. No rank passes the
-        first exchange of a call before all have come to it.
+        The launcher's reply has the call that the others were in when they requested a place. No rank passes
+        the first exchange of a call before all ranks are in it.
         """
-        return self.call < self.seat.answer.call
+        return self.call < self.seat.reply.call
 
     def begin_call(self, number: int) -> None:
         """The program has called an outermost elastic function, also where it is skipped.
@@ -113,34 +113,34 @@ class Process:
         if not self.is_behind:
             self.report(BEGUN)
             if joins:
-                self.watch.tell(BEGINS, b"", again=True)
+                self.watch.send(BEGUN_CALLS, b"", again=True)
         if (world := current.find()) is not None:
             world.engine.behind = self.is_behind
             self._publish(world)
 
     def _publish(self, world: World) -> None:
-        """Have the launcher keep what was recorded; a later rank 0 does it again where the first was lost."""
+        """Send the recorded results to the launcher; a later rank 0 does so again if the first was lost."""
         if self.call and world.placement.rank == 0 and not self._has_published:
             self._has_published = True
-            with suppress(StoreError):  # it is seen where the next place is asked for
+            with suppress(StoreError):  # the next place request fails, too
                 self.seat.publish(self.prologue.encoded())
 
-    def next_place(self) -> Answer:
+    def next_place(self) -> PlaceReply:
         """Wait for a place in the next world; raises SystemExit where there is none."""
-        flags = self._wired, self._progressed, self._failure
-        former = self.seat.answer
-        question = Question(former.generation, *flags, self.call, self._sets, self._dead, self.commits)
+        flags = self._connected, self._progressed, self._failure
+        former = self.seat.reply
+        request = PlaceRequest(former.generation, *flags, self.call, self._sets, self._dead, self.commits)
         try:
             if self.watch.fault:
                 raise StoreError(self.watch.fault)
-            answer = self.seat.next_place(question, current.prepare)
+            reply = self.seat.next_place(request, current.prepare)
         except SystemExit:
             if (timeline := self.take_timeline()) is not None:
                 timeline.file.close()
-            last = self.seat.answer
+            last = self.seat.reply
             if last.leaves and former.generation and self.seat.member in last.members:
                 rank, size = last.members.index(self.seat.member), len(last.members)
-                leaving.take_leave(leaving.Leave(rank, size, everyone=last.leaves == "all"))
+                leaving.run_callbacks(leaving.Leave(rank, size, everyone=last.leaves == "all"))
             raise
         except StoreError as error:
             _LOG.error(
@@ -148,11 +148,11 @@ class Process:
                 *(error, RESUME_STATUS),
             )
             raise SystemExit(RESUME_STATUS) from None
-        self._wired, self._progressed, self._failure, self._dead = False, False, "", []
-        return answer
+        self._connected, self._progressed, self._failure, self._dead = False, False, "", []
+        return reply
 
     def take_timeline(self) -> tracing.Carried | None:
-        """The timeline that this process has taken along from its last world, once."""
+        """Return the timeline of the last world, which this process carries to the next one, once."""
         taken, self._timeline = self._timeline, None
         return taken
 
@@ -164,24 +164,24 @@ class Process:
         current.leave()
 
     def progress(self) -> None:
-        """This process has completed a step, which the next failure does not undo."""
+        """Record that this process has completed a step that the next failure does not undo."""
         if not self._has_progressed:
             self._has_progressed = True
-            self.watch.tell(PROGRESS, b"")
+            self.watch.send(PROGRESS, b"")
         self._progressed = (
             True  # one reference is written; a world that ends meanwhile has progressed as well
         )
 
     def step(self) -> None:
-        """A step may be over: the launcher is sent now and then how long they take."""
+        """A step may be over: send the launcher the step time if it is due."""
         world, pace = current.find(), self._pace
         if world is None or pace is None:
             return
         if (figure := pace.step(time.monotonic(), *world.engine.waits, world.data_wait_s)) is not None:
-            self.watch.tell(STEPS, figure.encoded(), again=True)
+            self.watch.send(STEPS, figure.encoded(), again=True)
 
     def slow_ranks(self) -> list[SlowRank]:
-        """Who is slow in the present world, as the launcher has said last."""
+        """The slow ranks of the present world, as the launcher has last reported them."""
         world = current.find()
         generation, ranks = self.watch.slow
         return list(ranks) if world is not None and world.placement.generation == generation else []
@@ -191,7 +191,7 @@ class Process:
         self._failure = text
 
     def is_awaited(self) -> bool:
-        """Whether the world is to come to a boundary: alike on all its ranks after the same operations."""
+        """Whether the world is to stop at a boundary; the same on all its ranks after the same operations."""
         world = current.find()
         if world is None:
             return False
@@ -202,16 +202,15 @@ class Process:
         return world.engine.notice >= _NOTICE
 
     def meet(self, where: str) -> bool:
-        """Wait until all ranks of the present world have come here, as a rank that leaves fails the others.
+        """Wait until all ranks of the present world are here, since a rank that leaves fails the others.
 
-        A rank may have gone on, or have left for good, where the program is not the same on all ranks: it is
-        not waited for longer than a while.
+        If ranks run different programs, one of them may have continued or left. So the wait has a limit.
 
         Args:
-            where: what this place is called; the same on all ranks.
+            where: name of the barrier; the same on all ranks.
 
         Returns:
-            Whether all have come.
+            Whether all ranks have arrived.
 
         Raises:
             HorovodInternalError: a rank was lost or has shut down.
@@ -241,18 +240,18 @@ class Process:
             The ranks of all process sets, and the number of each of those objects; None: all its members are
             lost. In the first world they are as they were.
         """
-        answer = self.seat.answer
-        listed = answer.sets or lists
+        reply = self.seat.reply
+        listed = reply.sets or lists
         unique = [ranks for i, ranks in enumerate(listed) if ranks and ranks not in listed[:i]]
         self._numbers = [1 + unique.index(ranks) if ranks else None for ranks in listed]
-        self._sets = [[answer.members[rank] for rank in ranks] for ranks in listed]
+        self._sets = [[reply.members[rank] for rank in ranks] for ranks in listed]
         places = [number - 1 for number in numbers]
         return unique, [self._numbers[place] if place < len(listed) else None for place in places]
 
     def entered(self, world: World, rejoin: Callable[[], None]) -> None:
-        """The next world is there; objects of the last one's process sets stand for those that it has."""
+        """The next world is connected: assign the last world's process set objects to its process sets."""
         self.rejoin = rejoin
-        self._wired = True
+        self._connected = True
         world.engine.behind = self.is_behind
         if self.is_behind:
             _LOG.info(
@@ -272,8 +271,8 @@ class Process:
         self._objects = []
 
     def _remember(self, world: World) -> None:
-        """Before a world ends: its dead and which process sets it has had, as members rather than ranks."""
-        members = self.seat.answer.members
+        """Before a world ends, record its dead ranks and its process sets as member numbers."""
+        members = self.seat.reply.members
         self._dead = [members[rank] for rank in world.engine.dead_here]
         sets = dict(world.engine.process_sets())
         for place, number in enumerate(self._numbers):
@@ -294,11 +293,11 @@ def find() -> Process | None:
     return _process
 
 
-def take_seat(make: Callable[[], Seat], make_watch: Callable[[Seat], Watch]) -> Process:
+def take_seat(make: Callable[[], Seat], make_watch: Callable[[Seat], LauncherWatch]) -> Process:
     """This process as a member, which is made by the first call; raises what the functions do."""
     global _process
     if _process is None:
         seat = make()
         _process = Process(seat, make_watch(seat))
-        leaving.heed(_process.watch)
+        leaving.handle_sigterm(_process.watch)
     return _process

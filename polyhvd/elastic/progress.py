@@ -1,4 +1,4 @@
-"""How far a training is, for people: a bar where a terminal and a library for bars are there, else lines."""
+"""Shows the progress of a training: a bar on a terminal if a library for bars is installed, else lines."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Progress:
         return f"waiting for data {part:.0%}" if part >= _MENTIONED else ""
 
     def close(self) -> None:
-        """Take the bar away; idempotent."""
+        """Remove the bar; idempotent."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.close()

@@ -1,4 +1,4 @@
-"""To whom a sync sends tensors: to the ranks that lack the newest commit, and to no others."""
+"""Which ranks receive tensors in a sync: only those that do not have the newest commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polyhvd.runtime import current, gpu
 
 __all__ = ["UNCOMMITTED", "Version", "exchange", "has_gpus", "lacking", "newest", "require_alike"]
 
-#: The number of a commit that there was none of.
+#: The number of the last commit of a rank that has not committed.
 UNCOMMITTED = -1
 
 
@@ -28,20 +28,21 @@ class Version(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether the values are those after some step, and not of nobody knows when."""
+        """Whether it is known after which step the values were taken."""
         return self.commits != UNCOMMITTED and (self.is_commit or self.boundary is not None)
 
     @property
-    def told(self) -> int:
-        """The number of the commit that these values are once they have been told to others.
+    def after_sync(self) -> int:
+        """The number of the commit that these values become when they are synced.
 
-        Where it is another commit it has another number: somebody may fail who has not been told yet.
+        Values that are not those of the last commit get a new number, since a rank may fail before it has
+        received them.
         """
         return self.commits if self.is_commit and self.commits != UNCOMMITTED else self.commits + 1
 
 
 def newest(versions: Sequence[Version]) -> int:
-    """The rank whose values count: of those with the newest commit the lowest."""
+    """The rank that sends its values: the lowest one of those with the newest commit."""
     commits = [version.commits for version in versions]
     return commits.index(max(commits))
 
@@ -57,7 +58,7 @@ def lacking(versions: Sequence[Version], root: int) -> list[int]:
 
 
 def require_alike(names: dict[int, list[str]], root: int) -> None:
-    """Raise InvalidArgumentError where a rank keeps something that another does not; alike on all ranks."""
+    """Raise InvalidArgumentError on all ranks if their states have different attributes."""
     for rank, mine in names.items():
         if mine != names[root]:
             raise InvalidArgumentError(
@@ -73,10 +74,10 @@ def exchange(root: int, receivers: Sequence[int], *, gpus: bool) -> Iterator[Pro
     Every rank calls it, with the same arguments.
 
     Args:
-        root: who sends.
-        receivers: who lacks what it sends.
-        gpus: whether tensors may be on GPUs. The world exchanges them then: for a process set NCCL would make
-            a communicator of its own, which takes longer than it saves.
+        root: the rank that sends.
+        receivers: the ranks that receive.
+        gpus: whether tensors may be on GPUs. Then all ranks take part: NCCL would create a communicator for
+            a smaller process set, which takes longer than it saves.
 
     Raises:
         HorovodInternalError: a rank was lost or has shut down.

@@ -1,4 +1,4 @@
-"""What a program can ask about slow ranks of its elastic job."""
+"""The slow ranks of an elastic job, for its program."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ __all__ = ["slow_ranks"]
 def slow_ranks() -> list[SlowRank]:
     """The ranks that all others wait for, step after step; the slowest first.
 
-    A step is what lies between two calls of ``commit()`` or ``check_host_updates()``. Of each rank the time
-    counts in which it does not wait for others: the median of its last 20 steps, or of the last five that
-    take a minute. It is slow when that is 1.5 times what it is on the typical rank, or
-    ``--slow-rank-factor``, and 10 ms more, for three seconds. A single pause makes nobody slow, nor does a
-    job that is slow evenly.
+    A step is the time between two calls of ``commit()`` or ``check_host_updates()``. The time of a rank in
+    which it does not wait for others counts: the median of its last 20 steps, or of the last five if they
+    take a minute. A rank is slow if that is at least 1.5 times (``--slow-rank-factor``) that of the typical
+    rank, and 10 ms more, for three seconds. A single pause makes no rank slow.
 
-    It asks nobody: it returns what the launcher has told last, which one rank hears a moment earlier than
-    another. So nothing that ranks have to do alike may depend on it.
+    The function returns the launcher's last report without communication. Ranks receive reports at slightly
+    different times, so do not use the result for decisions that must be the same on all ranks.
 
     Returns:
         A list of values with ``rank``, ``host``, ``own_s`` and ``typical_s``, the seconds that a step takes

@@ -1,6 +1,6 @@
 """What an elastic job does now, and why: a state for each slot, and a sentence for the job. Pure.
 
-It reads what :class:`polyhvd.elastic.membership.Membership` knows, and changes nothing there.
+It reads the state of :class:`polyhvd.elastic.membership.Membership`, and changes nothing there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from polyhvd.elastic.members import Member, Slot, Standing, World
+from polyhvd.elastic.members import FormedWorld, Member, Slot, Standing
 
 __all__ = [
     "Decision",
@@ -24,7 +24,7 @@ __all__ = [
     "state_of",
 ]
 
-#: A sentence names so many of those that the job waits for.
+#: Maximum number of waits that a sentence names.
 _NAMED_MAX = 3
 
 
@@ -61,7 +61,7 @@ class Doing(Enum):
 
 @dataclass(frozen=True)
 class Wait:
-    """One that the job waits for. Equal as long as nothing happens: it has times, and no durations."""
+    """Something that the job waits for. Equal until an event: it has times and no durations."""
 
     name: str
     why: str
@@ -78,7 +78,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the job does, and why. Equal as long as nothing happens, see :class:`Wait`."""
+    """What the job does, and why. Equal until an event, see :class:`Wait`."""
 
     does: Doing
     what: str = ""  #: what it does, in words; empty: it only waits
@@ -113,22 +113,22 @@ def lasting(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def state_of(slot: Slot, member: Member | None, now: float, *, rests: bool = False) -> SlotState:
+def state_of(slot: Slot, member: Member | None, now: float, *, host_is_cooling: bool = False) -> SlotState:
     """The state of a slot.
 
     Args:
         slot: which.
         member: its process; None: it has none.
         now: the time.
-        rests: whether its host could not take part, and is not tried yet.
+        host_is_cooling: whether its host could not take part, and is not tried yet.
     """
     if member is not None:
         return _state_with(member)
     if slot.done:
         return SlotState.DONE
-    if slot.left:
+    if slot.vacated:
         return SlotState.EMPTY
-    if rests:
+    if host_is_cooling:
         return SlotState.UNFIT
     return SlotState.COOLING if now < slot.free_at else SlotState.FREE
 
@@ -141,8 +141,8 @@ def _state_with(member: Member) -> SlotState:
     if member.leaving:
         return SlotState.LEAVING
     if member.generation == 0:
-        return SlotState.READY if member.asks else SlotState.STARTING
-    if member.asks:
+        return SlotState.READY if member.waiting else SlotState.STARTING
+    if member.waiting:
         return SlotState.ARRIVED
     return SlotState.TRAINING if member.joins_since is None else SlotState.JOINING
 
@@ -155,10 +155,10 @@ def slot_states(at: Standing) -> Iterator[tuple[str, int, int | None, SlotState]
         listed = at.hosts.get(host, 0)
         if member is None and not number < listed + at.limits.spares * bool(listed):
             continue
-        rest = at.rests.get(host)
-        rests = rest is not None and at.now < rest.until
+        cooldown = at.cooldowns.get(host)
+        is_cooling = cooldown is not None and at.now < cooldown.until
         process = None if member is None else at.members[member]
-        yield host, number, member, state_of(slot, process, at.now, rests=rests)
+        yield host, number, member, state_of(slot, process, at.now, host_is_cooling=is_cooling)
 
 
 def decide(at: Standing) -> Decision:
@@ -185,16 +185,16 @@ def decide(at: Standing) -> Decision:
     return Decision(Doing.TRAINS, f"trains as generation {world.generation}, {counted(count, 'rank')}")
 
 
-def _changed(at: Standing, world: World) -> Decision | None:
-    """The wait for a next world that some of this one ask for; None: they do not."""
-    asking = [at.members[number].ready_at for number in world.members if at.members[number].asks]
-    if not (asking or world.lost or world.failed):
+def _changed(at: Standing, world: FormedWorld) -> Decision | None:
+    """The wait for a next world, if members of this one have requested it; else None."""
+    waiting_since = [at.members[number].ready_at for number in world.members if at.members[number].waiting]
+    if not (waiting_since or world.lost or world.failed):
         return None
     if not at.late:
         return _gathering(at)
     why = f"it has not left generation {world.generation}"
     dead = "it has died, and its agent has not reported it"
-    since = min(asking, default=None)
+    since = min(waiting_since, default=None)
     waits = [Wait(named(at, n), dead if at.members[n].dying else why, since) for n in at.late]
     reason = ""
     if world.lost:
@@ -213,7 +213,7 @@ def _gathering(at: Standing) -> Decision:
             because=at.slots[item.host, item.slot].why,
         )
         for number, item in at.members.items()
-        if item.generation == 0 and not item.asks and not item.dismissed
+        if item.generation == 0 and not item.waiting and not item.dismissed
     ]
     does = Doing.STARTS if at.world is None else Doing.WAITS
     reason = f"{counted(ready, 'process')} of at least {at.least} {'is' if ready == 1 else 'are'} ready"
@@ -227,10 +227,10 @@ def _missing(at: Standing) -> list[Wait]:
     """The slots that could have more processes, and why they have none."""
     waits: dict[str, Wait] = {}  # an unfit host is named once
     for host, number, _, state in slot_states(at):
-        slot, rest = at.slots.get((host, number)), at.rests.get(host)
+        slot, cooldown = at.slots.get((host, number)), at.cooldowns.get(host)
         name = f"slot {number} of {host}"
-        if state is SlotState.UNFIT and rest is not None:
-            waits[host] = Wait(host, "it is unfit, and not tried", until=rest.until, because=rest.why)
+        if state is SlotState.UNFIT and cooldown is not None:
+            waits[host] = Wait(host, "it is unfit, and not tried", until=cooldown.until, because=cooldown.why)
         elif state is SlotState.COOLING and slot is not None:
             why = f"it is not used after {counted(slot.failures, 'failure')}"
             waits[name] = Wait(name, why, until=slot.free_at, because=slot.why)
@@ -240,7 +240,7 @@ def _missing(at: Standing) -> list[Wait]:
     return list(waits.values()) or [Wait("more hosts", f"the hosts have {slots}")]
 
 
-def _change(at: Standing, world: World) -> str:
+def _change(at: Standing, world: FormedWorld) -> str:
     """Why a world is to have other members."""
     chosen = set(at.next_world)
     leaving = [f"{named(at, number)} leaves" for number in world.members if number not in chosen]
@@ -255,7 +255,7 @@ def _living(at: Standing, why: str) -> tuple[Wait, ...]:
 
 
 def named(at: Standing, number: int) -> str:
-    """What messages call a member that lives."""
+    """The name of a living member in messages."""
     item = at.members[number]
     place = f" (rank {at.ranks[number]})" if number in at.ranks else ""
     spare = "spare " if not place and item.slot >= at.hosts.get(item.host, 0) else ""

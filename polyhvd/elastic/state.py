@@ -1,4 +1,4 @@
-"""What an elastic program keeps of itself: committed to memory, restored, and told to newcomers."""
+"""The state of an elastic program: committed to memory, restored, and sent to new ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEVICES_POLL_S = 50e-6
 
 
 class State:
-    """What :func:`run` hands to a training function. A subclass says what it consists of.
+    """The state that :func:`run` passes to a training function. Subclasses define its contents.
 
     Args:
         bcast_object: as ``broadcast_object`` of a framework.
@@ -46,13 +46,13 @@ class State:
         self._checks = 0  # since the last commit or sync()
         #: The world that all its ranks have left between two steps, and after which check; None: none.
         self._boundary: tuple[int, int] | None = None
-        self._owner = ""  # who alone may commit, if anybody
+        self._owner = ""  # the only caller that may commit, if set
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
-        """Have functions called after each change of the world, before the state is told to newcomers.
+        """Register functions to call after each change of the world, before the state is sent to new ranks.
 
-        They are called where ranks have stayed, and where a checkpoint was loaded, but not on newcomers: so
-        they may not call collectives.
+        They are called on ranks that stay and on ranks that have loaded a checkpoint, but not on new ranks,
+        so they must not call collectives.
 
         Args:
             callbacks: without arguments, in their order; to adapt a learning rate to ``hvd.size()``, say.
@@ -64,7 +64,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def commit(self) -> None:
-        """Keep the values as they are now, to come back to; local, but for what it raises.
+        """Keep a copy of the present values to restore. Local, but it raises on all ranks together.
 
         Every rank calls it after the same steps. It is :meth:`save` and :meth:`check_host_updates`.
 
@@ -97,7 +97,7 @@ class State:
         self._is_commit = True
 
     def _committed(self) -> None:
-        """What else a commit does, before the world may change."""
+        """Hook for subclasses: called by a commit before the world may change."""
 
     def check_host_updates(self) -> None:
         """Let the world change here, if it is to; costs next to nothing. Before a change it commits.
@@ -119,23 +119,23 @@ class State:
         self._checks += 1
         if member.is_awaited():
             if not self._is_commit:
-                self._commit()  # the next world may fail before it has told these values to anybody
+                self._commit()  # the next world may fail before it has sent these values
             if member.meet("elastic.boundary"):
                 self._at_boundary()
-                self._boundary = member.seat.answer.generation, self._checks
+                self._boundary = member.seat.reply.generation, self._checks
             raise HostsUpdatedInterrupt
 
     def _at_boundary(self) -> None:
-        """All ranks have come to the same place in their programs, where they leave the world."""
+        """Hook: all ranks are at the same place in their programs, where they leave the world."""
 
     def _end_background(self) -> None:
         """Wait for collectives that the framework runs on threads of its own.
 
-        Whether the world is to change is known with their ends: else, on some ranks before others.
+        Only then do all ranks know at the same place whether the world is to change.
         """
 
     def waiting(self) -> AbstractContextManager[None]:
-        """What holds while this process waits for its place in the next world.
+        """A context for the wait for a place in the next world.
 
         Example::
 
@@ -159,7 +159,7 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Called by Horovod's driver. Here :meth:`check_host_updates` asks for itself, and this does nothing.
+        """Does nothing: Horovod's driver calls it, while here :meth:`check_host_updates` checks by itself.
 
         Args:
             timestamp: when.
@@ -171,7 +171,7 @@ class State:
         """
 
     def reset(self) -> None:
-        """Put in order what depends on the world, after it has changed.
+        """Adapt what depends on the world, after it has changed.
 
         Example::
 
@@ -182,7 +182,7 @@ class State:
         """Keep a copy of the values.
 
         Raises:
-            NotImplementedError: it is the subclass's to do.
+            NotImplementedError: the subclass does not define it.
 
         Example::
 
@@ -191,10 +191,10 @@ class State:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the copy.
+        """Restore the values from the copy.
 
         Raises:
-            NotImplementedError: it is the subclass's to do.
+            NotImplementedError: the subclass does not define it.
 
         Example::
 
@@ -203,10 +203,10 @@ class State:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Have the same values on all ranks.
+        """Make the values the same on all ranks.
 
         Raises:
-            NotImplementedError: it is the subclass's to do.
+            NotImplementedError: the subclass does not define it.
 
         Example::
 
@@ -216,7 +216,7 @@ class State:
 
 
 class ObjectState(State):
-    """Attributes of any kind that can be pickled, by name.
+    """Attributes of any type that can be pickled, by name.
 
     Args:
         bcast_object: as ``broadcast_object`` of a framework.
@@ -279,39 +279,39 @@ class ObjectState(State):
             return  # before an elastic function, in which it is synced
         mine = Version(self._commits, self._is_commit, self._boundary)
         kept_by = self._kept_names(), self._kept_forms()
-        told = allgather_object((mine, *kept_by, has_gpus()), name="elastic.state.commits")
-        versions = [version for version, *_ in told]
+        gathered = allgather_object((mine, *kept_by, has_gpus()), name="elastic.state.commits")
+        versions = [version for version, *_ in gathered]
         root = newest(versions)
         if all(version.commits == UNCOMMITTED for version in versions):
             self._nothing_kept()
-        require_alike({rank: names for rank, (_, names, *_) in enumerate(told)}, root)
+        require_alike({rank: names for rank, (_, names, *_) in enumerate(gathered)}, root)
         receivers = lacking(versions, root)
-        require_alike({rank: told[rank][2] for rank in (root, *receivers)}, root)
+        require_alike({rank: gathered[rank][2] for rank in (root, *receivers)}, root)
         kept = self._is_commit and self._rank() not in receivers
-        with exchange(root, receivers, gpus=any(gpus for *_, gpus in told)) as among:
+        with exchange(root, receivers, gpus=any(gpus for *_, gpus in gathered)) as among:
             self._sync_from(root, among=among)
         self._keep_synced(kept=kept)
-        self._commits = versions[root].told
+        self._commits = versions[root].after_sync
         self._is_commit = False
         self._checks, self._boundary = 0, None
 
     def _nothing_kept(self) -> None:
         """Called if no rank has a commit: in the first world, or after the loss of all that had the state."""
-        if (member := process.find()) is not None and member.seat.answer.state_lost and self._rank() == 0:
-            member.say(
+        if (member := process.find()) is not None and member.seat.reply.state_lost and self._rank() == 0:
+            member.send_message(
                 "all processes that had the committed state were lost; it starts from its initial values"
             )
 
     def register_local(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        """Say what is this rank's own, and is not to become what another rank has.
+        """Register a value that differs by rank and is not overwritten by another rank's.
 
-        ``hvd.elastic.train`` keeps it at each commit, and a copy at the next rank: who takes the place of a
-        rank that is lost gets what that had.
+        ``hvd.elastic.train`` copies it at each commit, and sends a copy to the next rank. The replacement of
+        a lost rank receives that copy.
 
         Args:
             name: the same on every rank.
-            get: returns it: numbers, texts and arrays, in dicts, lists and tuples.
-            put: takes it back.
+            get: returns the value: numbers, texts and arrays, in dicts, lists and tuples.
+            put: restores it.
 
         Example::
 
@@ -348,18 +348,18 @@ class ObjectState(State):
             setattr(self, name, values[name])
 
     def _kept_names(self) -> list[str]:
-        """What it keeps, which is to be the same on every rank."""
+        """The names of what it keeps, which have to be the same on every rank."""
         return sorted(self._names)
 
     def _kept_forms(self) -> list[str]:
-        """What is to be the same where tensors are told and received."""
+        """Descriptions that have to be the same on ranks that send and receive tensors."""
         return []
 
     def _keep_synced(self, *, kept: bool) -> None:
-        """Have what was told as the last commit.
+        """Make the values that were sent the last commit.
 
         Args:
-            kept: whether it is that already, but for attributes that are pickled.
+            kept: whether they are that already, except for attributes that are pickled.
         """
         self.save()
 
@@ -373,13 +373,13 @@ class ObjectState(State):
         """
         if self._names:
             values = {name: getattr(self, name) for name in self._names}
-            told = self._bcast_object(values, root_rank=root, name="elastic.state.objects")
+            received = self._bcast_object(values, root_rank=root, name="elastic.state.objects")
             for name in self._names:
-                setattr(self, name, told[name])
+                setattr(self, name, received[name])
 
 
 class Handler:
-    """How a state keeps a value that is not to be pickled. A subclass says how.
+    """How a state keeps a value that is not pickled. Subclasses define it.
 
     Args:
         value: what it keeps.
@@ -401,11 +401,11 @@ class Handler:
         self.value = value
 
     def form(self) -> str:
-        """What of it has to be the same on all ranks, in words."""
+        """A description of what has to be the same on all ranks."""
         return ""
 
     def save(self) -> None:
-        """Keep a copy. Raises NotImplementedError where the subclass does not say how.
+        """Keep a copy. Raises NotImplementedError if the subclass does not define it.
 
         Example::
 
@@ -414,7 +414,7 @@ class Handler:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the copy. Raises NotImplementedError where the subclass does not say how.
+        """Restore the copy. Raises NotImplementedError if the subclass does not define it.
 
         Example::
 
@@ -426,7 +426,7 @@ class Handler:
         """The value for a checkpoint: numbers, texts and arrays, in dicts, lists and tuples.
 
         Raises:
-            CheckpointError: the subclass does not say how.
+            CheckpointError: the subclass does not define it.
 
         Example::
 
@@ -438,7 +438,7 @@ class Handler:
         )
 
     def imported(self, value: Any) -> None:
-        """Take over what :meth:`exported` has returned. Raises NotImplementedError where it cannot.
+        """Take over what :meth:`exported` has returned. Raises NotImplementedError if it is not defined.
 
         Args:
             value: the same, or that of another process.
@@ -450,7 +450,7 @@ class Handler:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Take rank 0's value. Raises NotImplementedError where the subclass does not say how.
+        """Take rank 0's value. Raises NotImplementedError if the subclass does not define it.
 
         Example::
 
@@ -478,10 +478,10 @@ class Handler:
         self.sync()
 
     def keep_synced(self, *, kept: bool) -> None:
-        """Have what was told as the last commit.
+        """Make the values that were sent the last commit.
 
         Args:
-            kept: whether it is that already, but for what is not a tensor.
+            kept: whether they are that already, except for values that are not tensors.
 
         Example::
 
@@ -568,7 +568,7 @@ class HandlersState(ObjectState):
 
 
 def _await_devices() -> None:
-    """Wait until GPUs have made the results of all collectives; the loss of a rank ends that, too."""
+    """Wait until GPUs have computed the results of all collectives, or a rank is lost."""
     world = current.find()
     if process.find() is not None and world is not None:
         while not world.engine.are_devices_done and not world.engine.has_lost_results:
@@ -576,7 +576,7 @@ def _await_devices() -> None:
 
 
 def _require_whole_step() -> None:
-    """A program that catches the loss of a rank and goes on has nothing to commit."""
+    """Raise HorovodInternalError if a collective of this step has failed: there is nothing to commit."""
     world = current.find()
     if process.find() is not None and world is not None and world.engine.has_lost_results:
         raise HorovodInternalError(

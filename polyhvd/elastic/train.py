@@ -1,7 +1,7 @@
-"""``train``: the whole loop of an elastic training, of which the user says what one step is.
+"""``train``: the whole loop of an elastic training; the user provides the step.
 
-Weights, optimizer and the position in the data are one state here, which is committed after steps: what a
-failure undoes is never more of one than of the others.
+Weights, optimizer and the position in the data are committed together after steps, so a failure undoes the
+same steps in all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from polyhvd.errors import CheckpointError, InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training.passes import passes_held
 
-__all__ = ["Training", "train", "train_told"]
+__all__ = ["Training", "train", "train_translating"]
 
 _LOG = logging.getLogger("polyhvd")
 
@@ -51,29 +51,29 @@ def train(
     on_epoch_end: Callable[[int], Any] | None = None,
     progress: bool = True,
 ) -> None:
-    """Train to the end, through losses of ranks, newcomers and restarts of the job.
+    """Train to the end, while ranks are lost or join and the job is restarted.
 
     Every row of every epoch is in the final weights once: weights, optimizer and the position in the data
-    are committed together after a step, told together to newcomers, and written together to disk. A failure
-    undoes the step that is under way. When the world changes, what this process has in memory stays, and the
-    rows that are left are dealt to the ranks that there are then.
+    are committed together after a step, sent together to new ranks, and written together to disk. A failure
+    undoes the step in progress. When the world changes, this process keeps what it has in memory, and the
+    remaining rows are distributed among the new world's ranks.
 
     Every rank calls it, with the same arguments. The job is elastic with ``polyhvdrun --min-np``; in others,
     and without a launcher, it trains and writes checkpoints as well, and a lost rank ends it.
 
     Args:
         step: trains on one batch: computes gradients, has them reduced and updates the weights that ``state``
-            keeps. What it returns, a loss or a dict of numbers or None, is shown. What it raises otherwise
-            than for a lost rank ends the job. It does not call ``state.commit()``.
+            keeps. Its result, a loss or a dict of numbers or None, is shown. An exception ends the job,
+            unless it is due to a lost rank. It does not call ``state.commit()``.
         state: what is trained, one of ``hvd.elastic``: an ``ArrayState``, ``TorchState``, ``KerasState`` ...
         data: a :class:`polyhvd.data.ArrayLoader` or :class:`polyhvd.data.ParquetLoader`, the framework's
             ``data.Batches`` of one, or a ``DataLoader`` of PyTorch or Gluon over a
             :class:`polyhvd.data.DistributedBatchSampler`.
         epochs: passes over the data in all, those before a restart included.
-        checkpoint: a folder on a file system that all hosts see. Rank 0 writes there after each epoch, and
-            when all ranks leave with notice; a job that is started again goes on from the newest
-            checkpoint. All that ``state`` keeps then has to be arrays, numbers and texts, in dicts, lists
-            and tuples: nothing is pickled.
+        checkpoint: a folder on a file system shared by all hosts. Rank 0 writes there after each epoch, and
+            when all ranks leave with notice; a restarted job resumes from the newest checkpoint. Then
+            ``state`` may keep only arrays, numbers and texts, in dicts, lists and tuples, since nothing is
+            pickled.
         checkpoint_every: also write after each of so many steps.
         commit_every: steps between two copies of the state in memory. With more, a failure undoes up to as
             many steps, which are made again; their rows count once all the same.
@@ -102,11 +102,11 @@ def train(
     _train(step, state, data, epochs, on_epoch_end, progress, lambda error: error, options)
 
 
-def train_told(told: Callable[[BaseException], BaseException]) -> Callable[..., None]:
+def train_translating(translate: Callable[[BaseException], BaseException]) -> Callable[..., None]:
     """:func:`train` of a framework whose errors stand for polyhvd's.
 
     Args:
-        told: which of polyhvd's errors one of a framework's stands for.
+        translate: which of polyhvd's errors one of a framework's stands for.
     """
 
     @functools.wraps(train)
@@ -120,7 +120,7 @@ def train_told(told: Callable[[BaseException], BaseException]) -> Callable[..., 
         progress: bool = True,
         **options: Any,
     ) -> None:
-        _train(step, state, data, epochs, on_epoch_end, progress, told, options)
+        _train(step, state, data, epochs, on_epoch_end, progress, translate, options)
 
     return wrapper
 
@@ -132,7 +132,7 @@ def _train(
     epochs: int,
     on_epoch_end: Callable[[int], Any] | None,
     progress: bool,
-    told: Callable[[BaseException], BaseException],
+    translate: Callable[[BaseException], BaseException],
     options: dict[str, Any],
 ) -> None:
     if not callable(step):
@@ -146,7 +146,7 @@ def _train(
         )
     training = Training(state, position_of(data), **options)
     if (member := process.find()) is not None:
-        training.position._require_rows_for(member.seat.answer.max_size)
+        training.position._require_rows_for(member.seat.reply.max_size)
     shown = Progress(epochs, enabled=progress)
 
     def go_on(training: Training) -> None:
@@ -155,11 +155,11 @@ def _train(
         while position.epoch < epochs:
             _go_through_epoch(step, data, training, on_epoch_end, shown)
         training.end()
-        allgather_object(None, name="elastic.train.end")  # nobody leaves while another may need its state
+        allgather_object(None, name="elastic.train.end")  # no rank leaves while another may need its state
 
     with training.owning(), leaving_with(training.write_leaving):
         try:
-            looped(go_on, told=told)(training)
+            looped(go_on, translate=translate)(training)
         finally:
             shown.close()
 
@@ -171,7 +171,7 @@ def _go_through_epoch(
     on_epoch_end: Callable[[int], Any] | None,
     shown: Progress,
 ) -> None:
-    """The steps that are left in an epoch. The position is in the next one afterwards."""
+    """Run the remaining steps of an epoch. The position is in the next epoch afterwards."""
     position, epoch = training.position, training.position.epoch
     shown.begin_epoch(epoch, len(position))
     ended = False
@@ -198,13 +198,13 @@ def _end_epoch(training: Training, epoch: int, on_epoch_end: Callable[[int], Any
 
 
 def position_of(data: Any) -> Position:
-    """Where a loader is in its data.
+    """The position of a loader in its data.
 
     Args:
         data: as of :func:`train`.
 
     Raises:
-        InvalidArgumentError: it does not say.
+        InvalidArgumentError: it has no position.
 
     Example::
 
@@ -222,7 +222,7 @@ def position_of(data: Any) -> Position:
 
 
 class Training(ObjectState):
-    """A state, the position in the data and the number of steps, which are never apart.
+    """A state with the position in the data and the number of steps, which change together.
 
     Args:
         inner: what is trained.
@@ -271,7 +271,7 @@ class Training(ObjectState):
 
     @contextmanager
     def owning(self) -> Iterator[None]:
-        """Within, nobody else commits the state that is trained."""
+        """Within this context, only this object may commit the trained state."""
         self._inner._owner = "elastic.train(), which commits it together with the position in the data"
         self.position._owner = "elastic.train(), which moves the position when the step has returned"
         try:
@@ -280,7 +280,7 @@ class Training(ObjectState):
             self._inner._owner = self.position._owner = ""
 
     def begin_again(self) -> None:
-        """Nothing is under way: what was read ahead was for another world. All ranks call it together."""
+        """Discard what was read ahead for another world. All ranks call it together."""
         self._is_due, self._commit_is_due, self._held = False, False, 0
         self.position.load_state_dict(self.position.state_dict())
 
@@ -327,7 +327,7 @@ class Training(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to the copy."""
+        """Restore all of it from the copy."""
         self._completed = self.steps
         self._inner.restore()
         super().restore()
@@ -336,9 +336,9 @@ class Training(ObjectState):
         self.position.load_state_dict(self.data)
 
     def _at_boundary(self) -> None:
-        """Who leaves gives away what is its own."""
+        """Send the local parts before the world is left."""
         if self._is_commit:
-            self.parts.finish()  # they are on their way
+            self.parts.finish()  # they are being sent
         else:
             self.parts.hand_over()
 
@@ -369,7 +369,7 @@ class Training(ObjectState):
         if self._completed is not None and self._rank() == 0 and (member := process.find()) is not None:
             again = max(0, self._completed - self.steps)
             repeats = f"; {again} completed step{'s' if again != 1 else ''} made again" if again else ""
-            member.say(f"the training goes on from the commit of step {self.steps}{repeats}")
+            member.send_message(f"the training goes on from the commit of step {self.steps}{repeats}")
         self._completed = None
 
     @contextmanager
@@ -409,12 +409,12 @@ class Training(ObjectState):
 
     def _nothing_kept(self) -> None:
         member = process.find()
-        if member is None or not (policy := member.seat.answer.state_lost):
+        if member is None or not (policy := member.seat.reply.state_lost):
             return
         lost = "all processes that had the trained state were lost, and there is no checkpoint"
         if policy == "restart":
             if self._rank() == 0:
-                member.say(f"{lost}; the training starts from step 0 again")
+                member.send_message(f"{lost}; the training starts from step 0 again")
             return
         if self._rank() == 0:
             _LOG.error(
@@ -446,7 +446,7 @@ class Training(ObjectState):
         """Write the state if every rank leaves with notice and this one has the newest commit.
 
         Args:
-            leave: who leaves.
+            leave: which ranks leave.
 
         Raises:
             CheckpointError: it could not be written.
@@ -485,8 +485,8 @@ class Training(ObjectState):
             if newest < 0:
                 break
             root = [number for number, _, _ in found].index(newest)
-            said = self._load(folder, newest) if self._rank() == root else None
-            is_torn, error = broadcast_object(said, root, name="elastic.train.loaded")
+            loaded = self._load(folder, newest) if self._rank() == root else None
+            is_torn, error = broadcast_object(loaded, root, name="elastic.train.loaded")
             if error and not is_torn:
                 raise self._error_of(root, error)
             if not error:
@@ -501,7 +501,7 @@ class Training(ObjectState):
             )
 
     def _error_of(self, rank: int, text: str) -> CheckpointError:
-        """An error that all ranks raise, and that only one prints if nobody catches it."""
+        """An error that all ranks raise, and that only one prints if it is not caught."""
         error = CheckpointError(text)
         if self._rank() != rank:
             _print_nothing_of(error)
@@ -519,7 +519,7 @@ class Training(ObjectState):
             return False, str(error)
         try:
             self.imported(values)
-            self.save()  # a loss before others have it leads back here
+            self.save()  # a loss before the others have it restores this
         except Exception as error:
             file = str(folder.file(number))
             return False, (
@@ -530,12 +530,12 @@ class Training(ObjectState):
         text = f"resumed from {folder.file(number)}, step {self.steps}"
         _LOG.info("elastic: %s", text)
         if (member := process.find()) is not None:
-            member.say(text)
+            member.send_message(text)
         return False, ""
 
 
 def _print_nothing_of(error: Exception) -> None:
-    """Have the program end without a traceback if it ends with this error. Another's hook stays."""
+    """End the program without a traceback if it ends with this error. A user's hook stays."""
     former = sys.excepthook
     if former is not sys.__excepthook__ and not getattr(former, "__module__", "").startswith("polyhvd."):
         return

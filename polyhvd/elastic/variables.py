@@ -1,4 +1,4 @@
-"""States of variables, which TensorFlow and Keras have: anything that can be read and assigned."""
+"""States of variables of TensorFlow and Keras: objects that can be read and assigned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VariablesHandler(Handler):
         self._variables = variables
         self._read = read
         self._copies: list[Array] = []
-        self._spare: list[Array] = []  # of the commit before: one that is cut short harms neither
+        self._spare: list[Array] = []  # of the commit before, so that an interrupted save harms neither
         self._is_spare_new = False  # whether the spare has the variables' values
 
     def form(self) -> str:
@@ -71,7 +71,7 @@ class VariablesHandler(Handler):
             self._rehearse()
 
     def _rehearse(self) -> None:
-        """Touch memory that a newcomer will need, and assign once, while no other rank waits for that."""
+        """Touch memory that a sync will need, and assign once, while no other rank waits."""
         self._spare = like(self._copies, [])
         overwrite(self._spare, self._copies)
         for _ in range(_REHEARSALS):
@@ -79,7 +79,7 @@ class VariablesHandler(Handler):
                 variable.assign(value)
 
     def restore(self) -> None:
-        """Go back to the copy; variables that have come since then stay.
+        """Restore the copy; variables created since then stay.
 
         Example::
 
@@ -162,10 +162,10 @@ class VariablesHandler(Handler):
         self._is_spare_new = True
 
     def keep_synced(self, *, kept: bool) -> None:
-        """Have what was told as the last commit.
+        """Make the values that were sent the last commit.
 
         Args:
-            kept: whether it is that already.
+            kept: whether they are that already.
 
         Example::
 
@@ -175,7 +175,7 @@ class VariablesHandler(Handler):
             self._copies, self._spare = self._spare, self._copies
             self._is_spare_new = False
         elif not kept:
-            if not self._spare:  # an earlier commit is of no use any more, its memory is
+            if not self._spare:  # use the memory of the earlier commit, which is obsolete
                 self._copies, self._spare = [], self._copies
             self.save()
 
@@ -216,7 +216,7 @@ class KerasModelState(HandlersState):
         super().__init__(handlers, **kwargs)
 
     def _of_optimizer(self) -> list[Any]:
-        """Its variables, which it makes now if it has not: a newcomer is to have as many as the others."""
+        """The optimizer's variables, created now if needed, so that new ranks have as many as the others."""
         optimizer = self.optimizer
         if self._ready is not optimizer:
             build = getattr(optimizer, "build", None)

@@ -1,6 +1,6 @@
-"""A process's thread that hears from the launcher of its elastic job while the program is busy.
+"""A thread that receives messages from the launcher of an elastic job while the program is busy.
 
-It has a connection of its own: the one by which the process asks for places is used by the program's threads.
+It has a separate connection, since the program's threads use the one for place requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime.world import World
 
-__all__ = ["Watch"]
+__all__ = ["LauncherWatch"]
 
 #: Of one request to the store: as long as a world lives.
 _WAIT_S = 1e6
@@ -29,17 +29,17 @@ _SLOW_REQUESTS_MAX = 8
 _MOMENT_S = 1.0
 
 
-class Watch:
-    """See the module. A world whose member is lost fails, also where nothing of that is seen by itself.
+class LauncherWatch:
+    """See the module. The world fails when the launcher reports a lost member, even if no rank has noticed.
 
-    So does one whose launcher is gone: there is nobody to form the next one. Its processes end.
+    It also fails when the launcher is gone, since no next world can be formed. Its processes end.
 
     A forked child has none.
 
     Args:
         store: a connection that this object now owns.
-        seat: of this process, with a connection of its own. The launcher is gone when both have lost it.
-        silence_s: after how long a silent launcher is given up.
+        seat: of this process, with a separate connection. The launcher is gone when both have lost it.
+        silence_s: the launcher is given up after so many seconds of silence.
     """
 
     def __init__(self, store: ConnectedStore, seat: Seat, silence_s: float = 0.0) -> None:
@@ -49,17 +49,17 @@ class Watch:
         self._wake, self._alarm = os.pipe()
         os.set_blocking(self._alarm, False)
         os.set_blocking(self._wake, False)
-        #: What to do on the thread; appending and popping are atomic, so that a signal's handler may.
+        #: Work for the thread. Appending and popping are atomic, so signal handlers may append.
         self._worlds: deque[weakref.ref[World]] = deque()
-        self._told: deque[tuple[str, bytes, bool]] = deque()
-        self._requests: dict[int, weakref.ref[World]] = {}  # whether somebody in that world is lost
-        #: Who is slow in a world, and in which generation; another thread reads the one reference.
+        self._outbox: deque[tuple[str, bytes, bool]] = deque()
+        self._requests: dict[int, weakref.ref[World]] = {}  # for lost members of that world
+        #: The generation of a world and its slow ranks. Other threads read the one reference.
         self.slow: tuple[int, tuple[SlowRank, ...]] = (0, ())
-        #: Who is slow, the last one in the world that is followed. Answers to others may be on their way, and
-        #: are to be taken, too.
+        #: Requests for slow ranks. The last one is for the world that is followed. Replies to earlier ones
+        #: may still arrive and have to be taken.
         self._slow_requests: deque[int] = deque()
         self._slow_number = 0
-        #: Why the launcher counts as gone; empty: it does not. Written once, before the world fails of it.
+        #: Why the launcher counts as gone; empty: it does not. Written once, before the world fails.
         self.fault = ""
         self._world: weakref.ref[World] | None = None  # the last that is followed
         self._thread = threading.Thread(target=self._run, name="polyhvd-watch", daemon=True)
@@ -67,16 +67,19 @@ class Watch:
         self._thread.start()
 
     def follow(self, world: World) -> None:
-        """Watch over this world from now on; it is not kept alive."""
+        """Watch this world from now on, without keeping it alive."""
         self._worlds.append(weakref.ref(world))
         self._ring()
 
-    def tell(self, scope: str, value: bytes, *, again: bool = False) -> None:
-        """Have the launcher told something; from any thread, and from a signal's handler. Never waits.
+    def send(self, scope: str, value: bytes, *, again: bool = False) -> None:
+        """Send a value to the launcher. Never waits; may be called from any thread and from signal handlers.
 
-        With ``again`` it is heard however often something is told in this scope, and else once.
+        Args:
+            scope: of the store.
+            value: what to send.
+            again: whether the launcher receives every value sent in this scope, and not only the first.
         """
-        self._told.append((scope, value, again))
+        self._outbox.append((scope, value, again))
         self._ring()
 
     def _ring(self) -> None:
@@ -90,8 +93,8 @@ class Watch:
                 self._turn()
         except (StoreError, OSError, ValueError) as error:
             self._store.close()
-            if not self._is_gone():
-                return  # and this process does without a watch from now on
+            if not self._is_launcher_gone():
+                return  # this process continues without a watch
             self.fault = str(error)
             self._seat.hang_up()
             if (world := self._present()) is not None:
@@ -100,8 +103,8 @@ class Watch:
     def _turn(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 4096)
-        while self._told:
-            scope, value, again = self._told.popleft()
+        while self._outbox:
+            scope, value, again = self._outbox.popleft()
             self._store.put(scope, self._member, value)
             if again:
                 self._store.forget(scope, self._member)
@@ -114,25 +117,25 @@ class Watch:
                 request = self._store.post_gather(lost_scope(world.placement.generation), 1, _WAIT_S)
                 self._requests[request] = follower
                 self._world, self._slow_number = follower, 0
-                self._ask_who_is_slow(world)
+                self._request_slow_ranks(world)
         for request in list(self._slow_requests):
-            if (said := self._store.take(request)) is not None:
+            if (values := self._store.take(request)) is not None:
                 is_last = request == self._slow_requests[-1]
                 self._slow_requests.remove(request)
                 if is_last:
-                    self._hear_who_is_slow(said[0])
-        # The last, since what comes while another answer is looked for is not announced again.
+                    self._receive_slow_ranks(values[0])
+        # Last, since a reply that arrives while another one is taken is not announced again.
         for request, follower in list(self._requests.items()):
-            if (said := self._store.take(request)) is not None:
+            if (values := self._store.take(request)) is not None:
                 del self._requests[request]
                 if (world := follower()) is not None:
-                    world.engine.abort(said[0].decode("utf-8", "replace"))
+                    world.engine.abort(values[0].decode("utf-8", "replace"))
         if not self._requests and not self._slow_requests:
             # Only reading shows that the launcher closed the connection. Until then select returns at once.
             self._store.take(_NO_REQUEST)
 
-    def _is_gone(self) -> bool:
-        """Whether the launcher is, whose end may take a moment to be seen on the other connection, too."""
+    def _is_launcher_gone(self) -> bool:
+        """Whether the other connection has lost the launcher, too, which may take a moment to show."""
         until = time.monotonic() + _MOMENT_S
         while not (is_silent := self._seat.is_silent(self._silence_s)) and time.monotonic() < until:
             time.sleep(_MOMENT_S / 20)
@@ -141,20 +144,20 @@ class Watch:
     def _present(self) -> World | None:
         return None if self._world is None else self._world()
 
-    def _ask_who_is_slow(self, world: World) -> None:
+    def _request_slow_ranks(self, world: World) -> None:
         self._slow_number += 1
         scope = slow_scope(world.placement.generation, self._slow_number)
         if len(self._slow_requests) == _SLOW_REQUESTS_MAX:
             self._store.abandon(self._slow_requests.popleft())
         self._slow_requests.append(self._store.post_gather(scope, 1, _WAIT_S))
 
-    def _hear_who_is_slow(self, data: bytes) -> None:
+    def _receive_slow_ranks(self, data: bytes) -> None:
         if (world := self._present()) is None:
             return
         ranks = tuple(SlowRank(**item) for item in json.loads(data))
         self.slow = (world.placement.generation, ranks)
         world.remark("\n".join(map(str, ranks)))
-        self._ask_who_is_slow(world)
+        self._request_slow_ranks(world)
 
     def _forget(self) -> None:
         self._store.close()
@@ -162,11 +165,11 @@ class Watch:
         os.close(self._alarm)
 
 
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watches: weakref.WeakSet[LauncherWatch] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """A forked process is no member, and must not keep the connection of its parent open."""
+    """A forked process is not a member and must not keep its parent's connection open."""
     for watch in list(_watches):
         watch._forget()
     _watches.clear()

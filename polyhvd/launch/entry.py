@@ -149,7 +149,7 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
             if (
                 tried == _WORLDS_TRIED
                 or member is None
-                or member.seat.answer.generation == 0
+                or member.seat.reply.generation == 0
                 or isinstance(error, RankMismatchError)
             ):
                 raise

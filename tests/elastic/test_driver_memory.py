@@ -10,7 +10,14 @@ import pytest
 from launching import wait_until
 
 from polyhvd.elastic.membership import Limits
-from polyhvd.elastic.places import BEGINS, LEAVES, PROGRESS, STEPS, Question, asks_scope
+from polyhvd.elastic.places import (
+    BEGUN_CALLS,
+    LEAVE_NOTICES,
+    PROGRESS,
+    STEPS,
+    PlaceRequest,
+    place_requests_scope,
+)
 from polyhvd.launch.elastic.driven import Elastic
 from polyhvd.launch.elastic.driver import Driver
 from polyhvd.launch.hosts.lists import Host
@@ -69,8 +76,8 @@ class Job:
         """Have processes ask for the next place, as one does that has committed."""
         for member in members:
             after = self.formed if member in self.driver._membership.ranks else 0
-            question = Question(after, wired=True, progressed=True)
-            self.tell(member, asks_scope(after), question.encoded(), own=True)
+            question = PlaceRequest(after, wired=True, progressed=True)
+            self.tell(member, place_requests_scope(after), question.encoded(), own=True)
 
     def tell(self, member: int, scope: str, value: bytes, *, own: bool = False) -> None:
         heard = len(self.driver._received)
@@ -87,8 +94,8 @@ class Job:
     def lose(self, member: int) -> None:
         """A process is killed while it asks."""
         client = self.living.pop(member)
-        question = Question(self.formed, wired=True, progressed=True)
-        client.put(asks_scope(self.formed), member, question.encoded(), own=True)
+        question = PlaceRequest(self.formed, wired=True, progressed=True)
+        client.put(place_requests_scope(self.formed), member, question.encoded(), own=True)
         wait_until(lambda: bool(self.driver._received), "its question")
         client.close()
         ending = Ending(member, "here", -signal.SIGKILL, [], "", [], "process")
@@ -101,7 +108,7 @@ class Job:
         self.lose(first)
         self.ask([member for member in self.driver._membership.ranks])
         self.come()
-        self.tell(second, LEAVES, b"")
+        self.tell(second, LEAVE_NOTICES, b"")
         self.ask(self.driver._membership.ranks)
         self.living.pop(second).close()
         ending = Ending(second, "here", 0, [], "", [], "process")
@@ -128,13 +135,13 @@ def job() -> Iterator[Job]:
 @pytest.mark.parametrize("words", [b"{", b"[" * 100_000, b"[]", b'{"after": 1e999, "generation": 1e999}'])
 def test_words_of_strangers_are_ignored_and_errors_of_the_membership_are_not(job: Job, words: bytes) -> None:
     job.come()
-    for scope in (asks_scope(1), STEPS):
+    for scope in (place_requests_scope(1), STEPS):
         job.tell(0, scope, words)
 
     def mistaken(*_: object, **__: object) -> None:
         raise KeyError("a mistake")
 
-    job.driver._membership.asks = mistaken  # type: ignore[method-assign, assignment]
+    job.driver._membership.request = mistaken  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyError, match="a mistake"):
         job.ask([0])
 
@@ -147,7 +154,7 @@ def test_key_errors_of_the_membership_are_raised_by_the_driver(job: Job, event: 
         raise KeyError("a mistake")
 
     def all_events() -> None:
-        for scope in (BEGINS, PROGRESS, LEAVES):
+        for scope in (BEGUN_CALLS, PROGRESS, LEAVE_NOTICES):
             job.tell(0, scope, b"")
 
     setattr(job.driver._membership, event, mistaken)

@@ -69,8 +69,8 @@ def test_wait_is_printed_once_when_it_has_lasted_and_others_not_at_once() -> Non
     assert account.look(5.0) == ""
     assert account.next_at(5.0) == float("inf"), "a job that trains has nothing to print"
     membership.ended(2, Fate.LOST, 10.0, why="process 2 on a was killed by SIGSEGV")
-    membership.asks(0, 1, 10.0, wired=True, progressed=True)
-    membership.asks(1, 1, 10.0, wired=True, progressed=True)
+    membership.request(0, 1, 10.0, connected=True, progressed=True)
+    membership.request(1, 1, 10.0, connected=True, progressed=True)
     assert account.look(10.0) == ""
     assert account.next_at(10.0) == 13.0
     assert account.look(13.0).startswith(
@@ -97,7 +97,7 @@ def test_healthy_start_prints_nothing_however_long_it_takes() -> None:
     membership = Membership(Limits(2, 2, 2))
     account = Account(membership)
     membership.hosts_are({"a": 2}, 0.0)
-    membership.asks(0, 0, 1.0)
+    membership.request(0, 0, 1.0)
     assert account.look(2.0) == ""
     assert account.look(100.0) == ""
     assert account.next_at(100.0) == float("inf")

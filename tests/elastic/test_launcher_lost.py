@@ -13,7 +13,7 @@ import pytest
 from polyhvd.elastic import process
 from polyhvd.elastic.limits import RESUME_STATUS
 from polyhvd.elastic.places import Seat
-from polyhvd.elastic.watch import Watch
+from polyhvd.elastic.watch import LauncherWatch
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.server import Server
@@ -39,7 +39,7 @@ def connected(server: Server) -> Client:
     return Client(server.endpoint, SECRET, rank=0, generation=0, deadline=time.monotonic() + 10)
 
 
-def end(watch: Watch) -> None:
+def end(watch: LauncherWatch) -> None:
     """End its thread, which is always busy if the launcher is gone while it follows no world."""
     watch._store.close()
     watch._ring()
@@ -51,14 +51,14 @@ def end(watch: Watch) -> None:
 def member_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Server], process.Process]]:
     """``member_of(server)`` is a member of a job with this rendezvous."""
     monkeypatch.setattr(current, "on_leave", lambda function: None)
-    watches: list[Watch] = []
+    watches: list[LauncherWatch] = []
 
     def member_of(server: Server) -> process.Process:
         store, watching = connected(server), connected(server)
         store.probe(SILENCE_S)
         watching.give_up_after(SILENCE_S)
         seat = Seat(store, 0)
-        watches.append(Watch(watching, seat, SILENCE_S))
+        watches.append(LauncherWatch(watching, seat, SILENCE_S))
         return process.Process(seat, watches[-1])
 
     yield member_of

@@ -40,7 +40,7 @@ def running(limits: Limits, hosts: dict[str, int]) -> Membership:
     membership = Membership(limits)
     actions: list[Action] = []
     for number in started(membership.hosts_are(hosts, 0.0)):
-        actions += membership.asks(number, 0, 0.0)
+        actions += membership.request(number, 0, 0.0)
     assert formed(actions)
     return membership
 
@@ -48,23 +48,23 @@ def running(limits: Limits, hosts: dict[str, int]) -> Membership:
 def ask_all(membership: Membership, members: tuple[int, ...], after: int, now: float) -> list[Action]:
     actions: list[Action] = []
     for member in members:
-        actions += membership.asks(member, after, now, wired=True, progressed=True)
+        actions += membership.request(member, after, now, connected=True, progressed=True)
     return actions
 
 
 def test_first_world_waits_for_as_many_as_were_asked_for() -> None:
     membership = Membership(Limits(3, 2, 3))
     assert started(membership.hosts_are({"a": 3}, 0.0)) == [0, 1, 2]
-    assert membership.asks(0, 0, 1.0) == []
-    assert membership.asks(2, 0, 1.0) == []
-    assert membership.asks(1, 0, 1.0) == [Form(1, (0, 1, 2), ("a", "a", "a"))]
+    assert membership.request(0, 0, 1.0) == []
+    assert membership.request(2, 0, 1.0) == []
+    assert membership.request(1, 0, 1.0) == [Form(1, (0, 1, 2), ("a", "a", "a"))]
 
 
 def test_first_world_is_smaller_where_hosts_have_fewer_slots() -> None:
     membership = Membership(Limits(3, 2, 3))
     assert started(membership.hosts_are({"a": 2}, 0.0)) == [0, 1]
-    membership.asks(0, 0, 0.0)
-    assert formed(membership.asks(1, 0, 0.0)) == [(0, 1)]
+    membership.request(0, 0, 0.0)
+    assert formed(membership.request(1, 0, 0.0)) == [(0, 1)]
 
 
 def test_survivors_go_on_without_the_lost_and_have_the_machine_to_themselves_for_a_moment() -> None:
@@ -86,11 +86,11 @@ def test_spare_takes_the_place_and_ranks_stay_with_the_oldest() -> None:
     membership = Membership(Limits(3, 2, 3, spares=1))
     assert started(membership.hosts_are({"a": 3}, 0.0)) == [0, 1, 2, 3]
     assert ask_all(membership, (3, 1), 0, 0.0) == []
-    assert formed(membership.asks(0, 0, 0.0)) == [(0, 1, 3)]  # the first that are ready
+    assert formed(membership.request(0, 0, 0.0)) == [(0, 1, 3)]  # the first that are ready
     membership = Membership(Limits(3, 2, 3, spares=1))
     membership.hosts_are({"a": 3}, 0.0)
     for number in range(4):
-        membership.asks(number, 0, 0.0)
+        membership.request(number, 0, 0.0)
     membership.ended(0, Fate.LOST, 10.0)
     assert formed(ask_all(membership, (1, 2), 1, 10.0)) == [(1, 2, 3)]
 
@@ -100,9 +100,9 @@ def test_newcomer_is_admitted_when_the_world_comes_to_a_boundary() -> None:
     membership.ended(1, Fate.LOST, 10.0)
     ask_all(membership, (0, 2), 1, 10.0)
     assert started(membership.time_is(11.0)) == [3]
-    assert membership.asks(3, 0, 12.0) == [Notify(2)]
-    assert membership.asks(0, 2, 12.1, wired=True, progressed=True) == []
-    assert formed(membership.asks(2, 2, 12.1, wired=True, progressed=True)) == [(0, 2, 3)]
+    assert membership.request(3, 0, 12.0) == [Notify(2)]
+    assert membership.request(0, 2, 12.1, connected=True, progressed=True) == []
+    assert formed(membership.request(2, 2, 12.1, connected=True, progressed=True)) == [(0, 2, 3)]
 
 
 def test_slot_rests_longer_with_each_failure_and_its_host_does_not() -> None:
@@ -125,7 +125,7 @@ def kill_and_replace(membership: Membership, fate: Fate, *, progressed: bool) ->
     world, waits = (0, 1), []
     for generation in range(1, 11):
         now = 4.0 * generation
-        actions = membership.asks(world[0], generation, now, wired=True, progressed=progressed)
+        actions = membership.request(world[0], generation, now, connected=True, progressed=progressed)
         actions += membership.ended(world[1], fate, now)
         while not started(actions):
             due = membership.next_at(now)
@@ -133,7 +133,7 @@ def kill_and_replace(membership: Membership, fate: Fate, *, progressed: bool) ->
             now = due
         waits.append(now - 4.0 * generation)
         (newcomer,) = started(actions)
-        (world,) = formed(membership.asks(newcomer, 0, now))
+        (world,) = formed(membership.request(newcomer, 0, now))
     return waits
 
 
@@ -159,11 +159,11 @@ def test_slot_of_a_killed_rank_is_free_once_a_survivor_says_that_the_world_got_o
     membership.ended(1, Fate.KILLED, 10.0)
     ask_all(membership, (0,), 1, 10.0)
     (newcomer,) = started(membership.time_is(11.0))
-    assert membership.asks(newcomer, 0, 12.0) == [Notify(2)]
+    assert membership.request(newcomer, 0, 12.0) == [Notify(2)]
     assert formed(ask_all(membership, (0,), 2, 12.0)) == [(0, newcomer)]
     membership.ended(newcomer, Fate.KILLED, 20.0)
     assert membership.next_at(20.0) == 21.0, "the second failure, for all that is known"
-    membership.asks(0, 3, 20.0, wired=True, progressed=True)
+    membership.request(0, 3, 20.0, connected=True, progressed=True)
     assert membership.next_at(20.0) == 20.5, "others have the machine to themselves until then"
     assert started(membership.time_is(20.5)) == [3]
 
@@ -171,12 +171,12 @@ def test_slot_of_a_killed_rank_is_free_once_a_survivor_says_that_the_world_got_o
 def test_spares_are_dismissed_when_all_ranks_have_left_one_by_one() -> None:
     membership = Membership(Limits(1, 1, 1, spares=2))
     assert started(membership.hosts_are({"a": 1}, 0.0)) == [0, 1, 2]
-    membership.asks(0, 0, 1.0)
-    membership.asks(1, 0, 1.0)
+    membership.request(0, 0, 1.0)
+    membership.request(1, 0, 1.0)
     actions = membership.leaves([0], 2.0)
     assert [item for item in actions if isinstance(item, Dismiss)] == [Dismiss(1), Dismiss(2)]
-    assert membership.asks(2, 0, 2.5) == [Dismiss(2)], "it was still starting"
-    assert membership.asks(0, 1, 3.0) == [Dismiss(0)]
+    assert membership.request(2, 0, 2.5) == [Dismiss(2)], "it was still starting"
+    assert membership.request(0, 1, 3.0) == [Dismiss(0)]
     membership.ended(1, Fate.WELL, 3.0)
     membership.ended(2, Fate.WELL, 3.0)
     (end,) = ends(membership.ended(0, Fate.WELL, 3.0))
@@ -280,13 +280,13 @@ def test_state_is_lost_where_none_of_the_next_world_has_committed() -> None:
     membership.progress()
     for member in (0, 1):
         membership.ended(member, Fate.KILLED, 10.0)
-    actions = [*membership.asks(2, 0, 11.0), *membership.asks(3, 0, 11.0)]
+    actions = [*membership.request(2, 0, 11.0), *membership.request(3, 0, 11.0)]
     assert actions == [Form(2, (2, 3), ("a", "a"), state_lost=True)]
     # It is told once: the job has begun with nothing again.
     for member in (2, 3):
         membership.ended(member, Fate.KILLED, 20.0)
     assert started(membership.time_is(100.0)) == [4, 5]
-    actions = [*membership.asks(4, 0, 101.0), *membership.asks(5, 0, 101.0)]
+    actions = [*membership.request(4, 0, 101.0), *membership.request(5, 0, 101.0)]
     assert actions == [Form(3, (4, 5), ("a", "a"))]
 
 
@@ -295,7 +295,7 @@ def test_state_is_kept_by_a_survivor_though_it_has_committed_less_than_the_lost(
     membership = running(Limits(2, 1, 2), {"a": 2})
     membership.progress()
     membership.ended(1, Fate.KILLED, 10.0)
-    actions = membership.asks(0, 1, 10.0, wired=True, commit=(1, commits))
+    actions = membership.request(0, 1, 10.0, connected=True, commit=(1, commits))
     (form,) = [action for action in actions if isinstance(action, Form)]
     assert not form.state_lost
 
@@ -322,10 +322,10 @@ def test_program_that_cannot_be_started_ends_the_job() -> None:
 def test_two_worlds_in_a_row_that_fail_before_a_commit_end_the_job_with_the_first_cause() -> None:
     membership = running(Limits(3, 1, 3), {"a": 3})
     membership.ended(2, Fate.LOST, 1.0)
-    membership.asks(0, 1, 1.0, wired=True)
-    assert formed(membership.asks(1, 1, 1.0, wired=True)) == [(0, 1)]
+    membership.request(0, 1, 1.0, connected=True)
+    assert formed(membership.request(1, 1, 1.0, connected=True)) == [(0, 1)]
     membership.ended(1, Fate.LOST, 2.0)
-    (end,) = ends(membership.asks(0, 2, 2.0, wired=True))
+    (end,) = ends(membership.request(0, 2, 2.0, connected=True))
     assert (end.cause, end.resumable) == (2, False)
     assert end.reason == "2 worlds in a row have failed before anybody had committed"
 
@@ -334,14 +334,14 @@ def kill_in_recoveries(fates: list[Fate]) -> list[End]:
     """A world after the other loses its last member before anybody has committed; a spare takes the place."""
     membership = Membership(Limits(2, 2, 2, spares=1, cooldown_s=(0.0, 0.0)))
     membership.hosts_are({"a": 2}, 0.0)
-    world: tuple[int, ...] = formed([a for number in range(3) for a in membership.asks(number, 0, 0.0)])[0]
+    world: tuple[int, ...] = formed([a for number in range(3) for a in membership.request(number, 0, 0.0)])[0]
     found: list[End] = []
     for generation, fate in enumerate(fates, 1):
         new = [n for n in range(100) if membership.has(n) and n not in world]
         actions = membership.ended(world[1], fate, float(generation))
         for number in (*new, *started(actions)):
-            actions += membership.asks(number, 0, float(generation))
-        actions += membership.asks(world[0], generation, float(generation), wired=True)
+            actions += membership.request(number, 0, float(generation))
+        actions += membership.request(world[0], generation, float(generation), connected=True)
         found += ends(actions)
         if not found:
             (world,) = formed(actions)
@@ -362,24 +362,24 @@ def test_crashes_between_kills_end_the_job_with_the_first_of_them() -> None:
 def test_world_that_was_never_whole_does_not_count() -> None:
     membership = running(Limits(3, 1, 3), {"a": 3})
     membership.ended(2, Fate.LOST, 1.0)
-    membership.asks(0, 1, 1.0, wired=True)
-    membership.asks(1, 1, 1.0, wired=True)
+    membership.request(0, 1, 1.0, connected=True)
+    membership.request(1, 1, 1.0, connected=True)
     (newcomer,) = started(membership.time_is(2.0))
-    membership.asks(newcomer, 0, 200.0)
-    membership.asks(0, 2, 200.0, wired=True, progressed=True)
-    assert formed(membership.asks(1, 2, 200.0)) == [(0, 1, newcomer)]
+    membership.request(newcomer, 0, 200.0)
+    membership.request(0, 2, 200.0, connected=True, progressed=True)
+    assert formed(membership.request(1, 2, 200.0)) == [(0, 1, newcomer)]
     assert membership.ended(newcomer, Fate.LOST, 201.0)[0] == Lose(3, newcomer)  # while it joins
-    membership.asks(0, 3, 301.0)
-    assert formed(membership.asks(1, 3, 301.0)) == [(0, 1)]
+    membership.request(0, 3, 301.0)
+    assert formed(membership.request(1, 3, 301.0)) == [(0, 1)]
 
 
 def test_world_that_got_on_does_not_wait_for_the_end_of_who_was_seen_dead() -> None:
     membership = Membership(Limits(3, 2, 3, spares=1))
     membership.hosts_are({"a": 3}, 0.0)
     for number in range(4):
-        membership.asks(number, 0, 0.0)
-    assert membership.asks(0, 1, 10.0, progressed=True, dead=[2]) == []
-    assert membership.asks(1, 1, 10.0) == [Form(2, (0, 1, 3), ("a", "a", "a"))]
+        membership.request(number, 0, 0.0)
+    assert membership.request(0, 1, 10.0, progressed=True, dead=[2]) == []
+    assert membership.request(1, 1, 10.0) == [Form(2, (0, 1, 3), ("a", "a", "a"))]
     assert membership.staying == {0, 1, 2, 3}, "its slot is not free before it has ended"
     assert membership.ended(2, Fate.KILLED, 10.1) == []
     assert membership.replaced == 1
@@ -389,14 +389,14 @@ def test_world_that_got_on_does_not_wait_for_the_end_of_who_was_seen_dead() -> N
 
 def test_member_that_was_seen_dead_may_have_failed_of_its_own() -> None:
     membership = running(Limits(3, 2, 3), {"a": 3})
-    membership.asks(0, 1, 10.0, progressed=True, dead=[2])
-    assert formed(membership.asks(1, 1, 10.0, dead=[2])) == [(0, 1)]
+    membership.request(0, 1, 10.0, progressed=True, dead=[2])
+    assert formed(membership.request(1, 1, 10.0, dead=[2])) == [(0, 1)]
     assert membership.ended(2, Fate.FAILED, 10.1) == [End("", 2)]
 
 
 def test_member_that_was_seen_dead_may_be_done() -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
-    assert formed(membership.asks(0, 1, 10.0, progressed=True, dead=[1])) == [(0,)]
+    assert formed(membership.request(0, 1, 10.0, progressed=True, dead=[1])) == [(0,)]
     assert membership.ended(1, Fate.WELL, 10.1) == []
     assert membership.time_is(99.0) == [], "nobody takes its place"
     assert membership.ended(0, Fate.WELL, 100.0) == [Finish()]
@@ -412,8 +412,8 @@ def test_member_that_was_seen_dead_may_be_done() -> None:
 )
 def test_end_of_who_was_seen_dead_is_waited_for_where_it_decides(limits: Limits, progressed: bool) -> None:
     membership = running(limits, {"a": 3})
-    membership.asks(0, 1, 10.0, progressed=progressed, dead=[2])
-    assert membership.asks(1, 1, 10.0, progressed=progressed, dead=[2]) == []
+    membership.request(0, 1, 10.0, progressed=progressed, dead=[2])
+    assert membership.request(1, 1, 10.0, progressed=progressed, dead=[2]) == []
     actions = membership.ended(2, Fate.LOST, 10.1)
     assert actions[0] == Lose(1, 2)
     assert [type(action) for action in actions[1:]] in ([Form], [Start], [End])
@@ -423,8 +423,8 @@ def test_nobody_goes_on_for_survivors_who_are_lost_as_well() -> None:
     membership = Membership(Limits(3, 1, 3, spares=1))
     membership.hosts_are({"a": 3}, 0.0)
     for number in range(4):
-        membership.asks(number, 0, 0.0)
-    assert membership.asks(0, 1, 10.0, progressed=True, dead=[1]) == []
+        membership.request(number, 0, 0.0)
+    assert membership.request(0, 1, 10.0, progressed=True, dead=[1]) == []
     assert formed(membership.ended(0, Fate.KILLED, 10.1)) == []
     assert formed(membership.ended(2, Fate.KILLED, 10.1)) == [], "nobody is left who has seen it"
     assert formed(membership.ended(1, Fate.KILLED, 10.1)) == [(3,)], "the spare begins anew"
@@ -432,12 +432,12 @@ def test_nobody_goes_on_for_survivors_who_are_lost_as_well() -> None:
 
 def test_member_that_others_took_for_dead_is_dismissed_if_they_have_gone_on() -> None:
     membership = running(Limits(3, 2, 3), {"a": 3})
-    membership.asks(0, 1, 10.0, progressed=True, dead=[2])
-    assert membership.asks(2, 1, 10.0) == [], "they have not"
-    assert formed(membership.asks(1, 1, 10.0)) == [(0, 1, 2)]
-    membership.asks(0, 2, 20.0, progressed=True, dead=[2])
-    assert formed(membership.asks(1, 2, 20.0)) == [(0, 1)]
-    assert membership.asks(2, 2, 20.1) == [Dismiss(2)]
+    membership.request(0, 1, 10.0, progressed=True, dead=[2])
+    assert membership.request(2, 1, 10.0) == [], "they have not"
+    assert formed(membership.request(1, 1, 10.0)) == [(0, 1, 2)]
+    membership.request(0, 2, 20.0, progressed=True, dead=[2])
+    assert formed(membership.request(1, 2, 20.0)) == [(0, 1)]
+    assert membership.request(2, 2, 20.1) == [Dismiss(2)]
     assert membership.ended(2, Fate.WELL, 20.2) == [Start(3, "a", 2)]
 
 
@@ -453,8 +453,8 @@ def test_reset_limit_ends_the_job() -> None:
 def test_member_of_a_host_that_is_gone_leaves_at_a_boundary() -> None:
     membership = running(Limits(2, 1, 4), {"a": 2})
     assert started(membership.hosts_are({"a": 2, "b": 2}, 1.0)) == [2, 3]
-    membership.asks(2, 0, 2.0)
-    assert membership.asks(3, 0, 2.0) == [Notify(1)]
+    membership.request(2, 0, 2.0)
+    assert membership.request(3, 0, 2.0) == [Notify(1)]
     assert formed(ask_all(membership, (0, 1), 1, 3.0)) == [(0, 1, 2, 3)]
     assert membership.hosts_are({"b": 2}, 4.0) == [Notify(2)]
     actions = ask_all(membership, (0, 1, 2, 3), 2, 5.0)
@@ -583,7 +583,7 @@ class Course:
             self.do(self.membership.hosts_are(self.hosts, self.now))
         elif kind == "unfit" and self.hosts:
             host = data.draw(st.sampled_from(sorted(self.hosts)), label="host")
-            self._refuse(host, others_may_come=data.draw(st.booleans()))
+            self._refuse(host, more_hosts_may_come=data.draw(st.booleans()))
         elif kind == "leave host" and self.hosts:
             host = data.draw(st.sampled_from(sorted(self.hosts)), label="host")
             self.leaving |= {member for member in self.living if self.living[member][0] == host}
@@ -594,14 +594,14 @@ class Course:
             member = data.draw(st.sampled_from(members), label=kind)
             if kind == "ask":
                 self.asking.add(member)
-                flags = {"wired": data.draw(st.booleans()), "progressed": data.draw(st.booleans())}
+                flags = {"connected": data.draw(st.booleans()), "progressed": data.draw(st.booleans())}
                 dead: set[int] = set()
                 self.seen_dead.discard(member)
                 if member in self.world and self.place[member] == self.generation:
                     others = sorted(set(self.world) - {member})
                     dead = data.draw(st.sets(st.sampled_from(others)), label="dead") if others else dead
                     self.seen_dead |= (dead & self.living.keys()) - self.asking
-                self.do(self.membership.asks(member, self.place[member], self.now, **flags, dead=dead))
+                self.do(self.membership.request(member, self.place[member], self.now, **flags, dead=dead))
             elif kind == "leave":
                 self.leaving.add(member)
                 self.do(self.membership.leaves([member], self.now))
@@ -621,13 +621,13 @@ class Course:
                 self.finishing |= fate is Fate.WELL and member in self.world
                 self.do(self.membership.ended(member, fate, self.now))
 
-    def _refuse(self, host: str, *, others_may_come: bool) -> None:
+    def _refuse(self, host: str, *, more_hosts_may_come: bool) -> None:
         """Nothing can be started on a host: its processes that were never heard of are none."""
         for member in self.membership.unready_on(host):
             assert self.living.pop(member)[0] == host
             assert member not in self.asking or member in self.dismissed
             self.asking.discard(member)
-        self.do(self.membership.host_unfit(host, self.now, others_may_come=others_may_come))
+        self.do(self.membership.host_unfit(host, self.now, more_hosts_may_come=more_hosts_may_come))
 
     def let_it_run(self) -> None:
         """Whoever lives asks, and time goes on: the job is in a world then, or at its end."""
@@ -636,7 +636,7 @@ class Course:
                 return
             for member in sorted(self.living):
                 if member in self.dismissed:
-                    self.do(self.membership.asks(member, self.place[member], self.now))
+                    self.do(self.membership.request(member, self.place[member], self.now))
                     del self.living[member]
                     self.asking.discard(member)
                     self.do(self.membership.ended(member, Fate.WELL, self.now))
@@ -648,8 +648,8 @@ class Course:
                     self.asking.add(member)
                     self.seen_dead.discard(member)
                     self.do(
-                        self.membership.asks(
-                            member, self.place[member], self.now, wired=True, progressed=True
+                        self.membership.request(
+                            member, self.place[member], self.now, connected=True, progressed=True
                         )
                     )
                 if self.ended:
@@ -698,13 +698,13 @@ def test_host_that_is_unfit_rests_longer_each_time_and_others_form_the_world() -
     assert started(membership.hosts_are({"a": 2, "b": 1}, 0.0)) == [0, 1, 2]
     assert membership.host_unfit("b", 1.0) == []
     assert membership.next_at(1.0) == 6.0
-    membership.asks(0, 0, 2.0)
-    assert formed(membership.asks(1, 0, 2.0)) == [(0, 1)]
+    membership.request(0, 0, 2.0)
+    assert formed(membership.request(1, 0, 2.0)) == [(0, 1)]
     assert membership.time_is(6.0) == [Start(3, "b", 0)]
     assert membership.host_unfit("b", 7.0) == []
     assert membership.time_is(16.9) == []
     assert membership.time_is(17.0) == [Start(4, "b", 0)]
-    membership.asks(4, 0, 18.0)
+    membership.request(4, 0, 18.0)
     membership.ended(4, Fate.LOST, 19.0)
     membership.host_unfit("b", 20.0)
     assert membership.time_is(25.0) == [Start(6, "b", 0)]  # it had been fit meanwhile
@@ -715,10 +715,10 @@ def test_host_that_is_unfit_ends_the_job_where_no_other_can_come() -> None:
     membership = Membership(limits)
     membership.hosts_are({"a": 1, "b": 1}, 0.0)
     reason = "the other hosts have 1 slots, fewer than --min-np 2"
-    assert membership.host_unfit("b", 1.0, others_may_come=False) == [End(reason)]
+    assert membership.host_unfit("b", 1.0, more_hosts_may_come=False) == [End(reason)]
     membership = Membership(limits)
     membership.hosts_are({"a": 1, "b": 1}, 0.0)
-    assert membership.host_unfit("b", 1.0, others_may_come=True) == []
+    assert membership.host_unfit("b", 1.0, more_hosts_may_come=True) == []
     assert membership.hosts_are({"a": 2, "b": 1}, 2.0) == [Start(2, "a", 1)]
 
 
@@ -736,7 +736,7 @@ def test_member_that_leaves_is_in_no_further_world_and_its_slot_stays_empty() ->
     assert membership.leaves([0], 1.0) == []
     actions = ask_all(membership, (0, 1, 2), 1, 2.0)
     assert actions == [Form(2, (1, 2), ("a", "a")), Dismiss(0)]
-    assert membership.world_left_by(0) == [0, 1, 2]
+    assert membership.departed_world(0) == [0, 1, 2]
     assert membership.ended(0, Fate.WELL, 3.0) == []
     assert membership.next_at(3.0) == float("inf")
 
@@ -752,7 +752,7 @@ def test_member_that_leaves_is_replaced_where_too_few_would_be_left() -> None:
     assert membership.leaves([1], 1.0) == [Notify(1)]
     assert ask_all(membership, (0, 1), 1, 2.0) == [Dismiss(1)]
     assert membership.ended(1, Fate.WELL, 3.0) == [Start(2, "a", 1)]
-    assert formed(membership.asks(2, 0, 4.0)) == [(0, 2)]
+    assert formed(membership.request(2, 0, 4.0)) == [(0, 2)]
 
 
 def test_host_that_leaves_is_used_again_when_it_is_listed_anew() -> None:
@@ -776,13 +776,13 @@ def test_job_that_everybody_leaves_can_be_resumed() -> None:
 
 def test_where_the_only_one_to_stay_is_lost_all_leave() -> None:
     membership = running(Limits(3, 1, 3), {"a": 3})
-    membership.asks(3, 0, 1.0)
+    membership.request(3, 0, 1.0)
     membership.leaves([1, 2], 1.0)
     assert not membership.all_are_leaving
     membership.ended(0, Fate.KILLED, 2.0)
     assert membership.all_are_leaving
     assert ask_all(membership, (1, 2), 1, 3.0) == [Dismiss(1), Dismiss(2)]
-    assert membership.world_left_by(2) == [1, 2]
+    assert membership.departed_world(2) == [1, 2]
     assert [membership.leaves_by(member) for member in (1, 2)] == ["all", "all"]
 
 
@@ -792,7 +792,9 @@ def survivors_of_rank_0(*commits: tuple[int, int]) -> Membership:
     membership = running(Limits(size, size, size, cooldown_s=(600.0, 600.0)), {"a": size})
     membership.ended(0, Fate.KILLED, 1.0)
     for member, commit in enumerate(commits, 1):
-        asked = membership.asks(member, 1, 2.0, wired=True, progressed=True, failed=True, commit=commit)
+        asked = membership.request(
+            member, 1, 2.0, connected=True, progressed=True, failed=True, commit=commit
+        )
         assert asked == []
     return membership
 
@@ -812,30 +814,30 @@ def test_members_with_the_newest_commit_come_first_where_all_leave(
     membership = survivors_of_rank_0(*commits)
     actions = membership.all_leave(3.0)
     assert sorted(action.member for action in actions if isinstance(action, Dismiss)) == [1, 2, 3]
-    assert [membership.world_left_by(member) for member in (1, 2, 3)] == 3 * [left]
+    assert [membership.departed_world(member) for member in (1, 2, 3)] == 3 * [left]
 
 
 def test_last_member_to_be_told_to_leave_does_not_count_those_that_have_left() -> None:
     membership = survivors_of_rank_0((1, 6), (1, 6))
     assert membership.leaves([1], 3.0) == [Dismiss(1)]
-    assert (membership.leaves_by(1), membership.world_left_by(1)) == ("one", [1, 2])
+    assert (membership.leaves_by(1), membership.departed_world(1)) == ("one", [1, 2])
     assert membership.leaves([2], 4.0) == [Dismiss(2)]  # the process of the first one has not ended yet
-    assert (membership.leaves_by(2), membership.world_left_by(2)) == ("all", [2])
+    assert (membership.leaves_by(2), membership.departed_world(2)) == ("all", [2])
 
 
 def test_worlds_in_a_row_that_fail_without_a_loss_end_the_job_as_well() -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
     for generation in (1, 2):
-        membership.asks(0, generation, 1.0, wired=True, failed=True)
-        actions = membership.asks(1, generation, 1.0, wired=True, failed=generation == 1)
+        membership.request(0, generation, 1.0, connected=True, failed=True)
+        actions = membership.request(1, generation, 1.0, connected=True, failed=generation == 1)
     assert ends(actions) == [End("2 worlds in a row have failed before anybody had committed", None)]
 
 
 def test_worlds_that_are_left_of_one_s_own_accord_do_not_count() -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
     for generation in range(1, 6):
-        membership.asks(0, generation, 1.0, wired=True)
-        assert formed(membership.asks(1, generation, 1.0, wired=True)) == [(0, 1)]
+        membership.request(0, generation, 1.0, connected=True)
+        assert formed(membership.request(1, generation, 1.0, connected=True)) == [(0, 1)]
 
 
 def test_slot_that_was_left_is_made_up_for_where_others_are_free() -> None:
@@ -863,15 +865,17 @@ def joined(limits: Limits, hosts: dict[str, int]) -> Membership:
     """A job of two whose functions have begun, and that process 2 has joined at time 2, in generation 2."""
     membership = running(limits, hosts)
     membership.hosts_are({"a": 3}, 1.0)
-    membership.asks(2, 0, 1.0)
-    membership.asks(0, 1, 2.0, wired=True, progressed=True, commit=(1, 0))
-    assert formed(membership.asks(1, 1, 2.0, wired=True, progressed=True, commit=(1, 0))) == [(0, 1, 2)]
+    membership.request(2, 0, 1.0)
+    membership.request(0, 1, 2.0, connected=True, progressed=True, commit=(1, 0))
+    assert formed(membership.request(1, 1, 2.0, connected=True, progressed=True, commit=(1, 0))) == [
+        (0, 1, 2)
+    ]
     return membership
 
 
 def fail_together(membership: Membership, after: int, now: float) -> list[Action]:
-    actions = membership.asks(0, after, now, wired=True, failed=True, commit=(1, 0))
-    return actions + membership.asks(1, after, now, wired=True, failed=True, commit=(1, 0))
+    actions = membership.request(0, after, now, connected=True, failed=True, commit=(1, 0))
+    return actions + membership.request(1, after, now, connected=True, failed=True, commit=(1, 0))
 
 
 @pytest.mark.parametrize("fate", [Fate.FAILED, Fate.KILLED, Fate.LOST, Fate.WELL])
@@ -897,7 +901,7 @@ def test_slot_of_a_new_member_that_fails_before_its_function_stays_empty() -> No
 
 def test_slot_whose_new_process_fails_before_it_has_a_place_rests_and_is_tried_again() -> None:
     membership = running(Limits(2, 1, 2, cooldown_s=(5.0, 60.0)), {"a": 2})
-    membership.asks(0, 1, 1.0, wired=True, progressed=True, failed=True, commit=(1, 0))
+    membership.request(0, 1, 1.0, connected=True, progressed=True, failed=True, commit=(1, 0))
     membership.ended(1, Fate.KILLED, 1.0)
     (number,) = started(membership.time_is(7.0))
     actions = membership.ended(number, Fate.FAILED, 8.0, has_begun=False)
@@ -919,20 +923,22 @@ def test_new_members_that_end_before_their_function_do_not_end_the_job_however_m
         membership.ended(number, Fate.KILLED, now, has_begun=False)
         now += 100.0
         (number,) = started(fail_together(membership, generation, now) + membership.time_is(now))
-        membership.asks(number, 0, now)
-        membership.asks(0, generation + 1, now, wired=True, commit=(1, 0))
-        assert formed(membership.asks(1, generation + 1, now, wired=True, commit=(1, 0))) == [(0, 1, number)]
+        membership.request(number, 0, now)
+        membership.request(0, generation + 1, now, connected=True, commit=(1, 0))
+        assert formed(membership.request(1, generation + 1, now, connected=True, commit=(1, 0))) == [
+            (0, 1, number)
+        ]
 
 
 def test_new_members_that_are_needed_and_fail_before_their_function_end_the_job() -> None:
     membership = running(Limits(2, 2, 2), {"a": 2})
-    membership.asks(0, 1, 1.0, wired=True, progressed=True, failed=True, commit=(1, 0))
+    membership.request(0, 1, 1.0, connected=True, progressed=True, failed=True, commit=(1, 0))
     (number,) = started(membership.ended(1, Fate.KILLED, 1.0) + membership.time_is(2.0))
-    assert formed(membership.asks(number, 0, 2.0)) == [(0, number)]
-    membership.asks(0, 2, 3.0, wired=True, failed=True, commit=(1, 0))
+    assert formed(membership.request(number, 0, 2.0)) == [(0, number)]
+    membership.request(0, 2, 3.0, connected=True, failed=True, commit=(1, 0))
     (other,) = started(membership.ended(number, Fate.FAILED, 3.0, has_begun=False) + membership.time_is(9.0))
-    assert formed(membership.asks(other, 0, 9.0)) == [(0, other)]
-    membership.asks(0, 3, 10.0, wired=True, failed=True, commit=(1, 0))
+    assert formed(membership.request(other, 0, 9.0)) == [(0, other)]
+    membership.request(0, 3, 10.0, connected=True, failed=True, commit=(1, 0))
     (end,) = ends(membership.ended(other, Fate.FAILED, 10.0, has_begun=False))
     assert end.cause == number
 

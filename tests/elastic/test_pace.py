@@ -167,19 +167,19 @@ def running(spares: int) -> Membership:
     membership = Membership(Limits(2, 2, 2, spares=spares))
     membership.hosts_are({"a": 2}, 0.0)
     for member in range(2):
-        membership.asks(member, 0, 0.0)
+        membership.request(member, 0, 0.0)
     return membership
 
 
 def test_spare_that_is_ready_takes_the_place_of_a_member_that_is_evicted() -> None:
     membership = running(spares=1)
     assert membership.evict(1, 10.0) == [], "the spare is not ready"
-    membership.asks(2, 0, 10.0)
+    membership.request(2, 0, 10.0)
     assert membership.evict(2, 10.0) == [], "it is in no world"
     assert membership.evict(1, 11.0) == [Notify(1)]
     assert membership.evict(0, 11.0) == [], "the world changes already"
-    membership.asks(0, 1, 11.1, wired=True, progressed=True)
-    actions = membership.asks(1, 1, 11.1, wired=True, progressed=True)
+    membership.request(0, 1, 11.1, connected=True, progressed=True)
+    actions = membership.request(1, 1, 11.1, connected=True, progressed=True)
     assert [action.members for action in actions if isinstance(action, Form)] == [(0, 2)]
     assert membership.leaves_by(1) == "one"
     assert membership.ended(1, Fate.WELL, 11.2) == []
@@ -189,7 +189,7 @@ def test_nobody_is_evicted_from_a_world_of_one() -> None:
     membership = Membership(Limits(1, 1, 1, spares=1))
     membership.hosts_are({"a": 1}, 0.0)
     for member in range(2):
-        membership.asks(member, 0, 0.0)
+        membership.request(member, 0, 0.0)
     assert membership.evict(0, 10.0) == []
     assert not membership.all_are_leaving
 
@@ -197,6 +197,6 @@ def test_nobody_is_evicted_from_a_world_of_one() -> None:
 def test_nobody_is_evicted_without_a_spare_or_from_a_world_that_has_lost_somebody() -> None:
     assert running(spares=0).evict(1, 10.0) == []
     membership = running(spares=1)
-    membership.asks(2, 0, 10.0)
+    membership.request(2, 0, 10.0)
     membership.ended(0, Fate.LOST, 10.0)
     assert membership.evict(1, 10.0) == []

@@ -23,7 +23,7 @@ def states(membership: Membership, now: float) -> list[str]:
 def starts() -> Membership:
     membership = Membership(Limits(2, 2, 2))
     membership.hosts_are({"a": 1, "b": 1}, 0.0)
-    membership.asks(0, 0, 1.0)
+    membership.request(0, 0, 1.0)
     return membership
 
 
@@ -66,7 +66,7 @@ def test_loss_waits_for_the_others_to_leave_the_world() -> None:
 
 def test_process_that_others_have_seen_dead_is_dying() -> None:
     membership = running(Limits(2, 2, 2), {"a": 2})
-    membership.asks(0, 1, 11.0, wired=True, dead=[1])
+    membership.request(0, 1, 11.0, connected=True, dead=[1])
     assert states(membership, 12.0) == ["arrived", "dying"]
     assert sentence(membership, 12.0) == (
         "waits: waits for process 1 (rank 1) on a: it has died, and its agent has not reported it for 1 s"
@@ -107,7 +107,7 @@ def test_shortage_waits_for_a_spare_that_starts() -> None:
     membership.limits = Limits(2, 2, 2, spares=1)
     assert started(membership.time_is(1.0)) == [2]
     membership.ended(1, Fate.LOST, 9.0)
-    membership.asks(0, 1, 9.0, wired=True, progressed=True)
+    membership.request(0, 1, 9.0, connected=True, progressed=True)
     assert sentence(membership, 9.0).startswith(
         "waits: waits for spare process 2 on a: it has been starting for 8 s"
     )
@@ -116,14 +116,14 @@ def test_shortage_waits_for_a_spare_that_starts() -> None:
 def test_shortage_without_a_slot_waits_for_hosts() -> None:
     membership = Membership(Limits(2, 2, 2))
     membership.hosts_are({"a": 1}, 0.0)
-    membership.asks(0, 0, 1.0)
+    membership.request(0, 0, 1.0)
     assert sentence(membership, 2.0) == "starts: waits for more hosts: the hosts have 1 slot"
 
 
 def test_unfit_host_is_named_once_with_its_reason() -> None:
     membership = Membership(Limits(2, 2, 2))
     membership.hosts_are({"a": 1, "b": 2}, 0.0)
-    membership.asks(0, 0, 1.0)
+    membership.request(0, 0, 1.0)
     membership.host_unfit("b", 1.0, why="no space in /dev/shm")
     said = "starts: waits for b: it is unfit, and not tried for 4 s more (no space in /dev/shm)"
     assert sentence(membership, 2.0) == said
@@ -148,13 +148,13 @@ def test_newcomer_changes_the_world_and_joins_it() -> None:
     membership.ended(1, Fate.LOST, 10.0)
     ask_all(membership, (0, 2), 1, 10.0)
     membership.time_is(11.0)
-    membership.asks(3, 0, 12.0)
+    membership.request(3, 0, 12.0)
     assert (
         sentence(membership, 12.0)
         == "changes: changes its world at the next commit, since process 3 on a joins"
     )
     for number in (0, 2):
-        membership.asks(number, 2, 13.0, wired=True, progressed=True, commit=(1, 0))
+        membership.request(number, 2, 13.0, connected=True, progressed=True, commit=(1, 0))
     assert states(membership, 14.0) == ["training", "joining", "training"]
     assert sentence(membership, 17.0) == (
         "waits: waits for process 3 (rank 2) on a: it has not come to its elastic function for 4 s"
@@ -169,9 +169,9 @@ def test_newcomer_that_is_given_up_leaves_its_slot_empty() -> None:
     membership.ended(1, Fate.LOST, 10.0)
     ask_all(membership, (0, 2), 1, 10.0)
     membership.time_is(11.0)
-    membership.asks(3, 0, 12.0)
+    membership.request(3, 0, 12.0)
     for number in (0, 2):
-        membership.asks(number, 2, 13.0, wired=True, progressed=True, commit=(1, 0))
+        membership.request(number, 2, 13.0, connected=True, progressed=True, commit=(1, 0))
     membership.time_is(40.0)
     at = membership.standing(40.0)
     assert states(membership, 40.0) == ["training", "empty", "training"]

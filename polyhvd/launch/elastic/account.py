@@ -8,12 +8,12 @@ from typing import Any
 from polyhvd.elastic.members import Standing
 from polyhvd.elastic.membership import Membership
 from polyhvd.elastic.standing import Decision, Doing, SlotState, decide, slot_states
-from polyhvd.launch.job.situation import HostSituation, Situation, SlotSituation, World
+from polyhvd.launch.job.situation import HostSituation, Situation, SlotSituation, WorldSituation
 
 __all__ = ["Account"]
 
 #: A wait that has lasted for so long is printed, and another one not before so long after that.
-_SAID_AFTER_S, _SAID_AGAIN_S = 3.0, 10.0
+_PRINTED_AFTER_S, _PRINTED_AGAIN_S = 3.0, 10.0
 #: States for which the slot knows a reason.
 _FAILED = (SlotState.COOLING, SlotState.EMPTY, SlotState.STARTING)
 
@@ -39,10 +39,10 @@ class Account:
             self._printed, self._prints_at = None, float("inf")
             return ""
         if self._prints_at == float("inf"):
-            self._prints_at = now + _SAID_AFTER_S
+            self._prints_at = now + _PRINTED_AFTER_S
         if now < self._prints_at or decision == self._printed:
             return ""
-        self._printed, self._prints_at = decision, now + _SAID_AGAIN_S
+        self._printed, self._prints_at = decision, now + _PRINTED_AGAIN_S
         return decision.sentence(now)
 
     def _decide(self, at: Standing) -> Decision:
@@ -69,7 +69,7 @@ class Account:
         decision = self._decide(at)
         world = None
         if at.world is not None:
-            world = World(at.world.generation, len(at.world.members), at.world.since)
+            world = WorldSituation(at.world.generation, len(at.world.members), at.world.since)
         call, number = max((item.commit for item in at.members.values()), default=(0, -1))
         facts: dict[str, Any] = {"commit": {"call": call, "number": number} if number >= 0 else None}
         facts["step_s"] = step_s
@@ -89,8 +89,8 @@ def _slots(at: Standing, late: Set[str]) -> Iterator[SlotSituation]:
 
 
 def _hosts(at: Standing) -> Iterator[HostSituation]:
-    for host, rest in at.rests.items():
-        if at.now < rest.until:
-            yield HostSituation(host, "unfit", rest.why, rest.until)
-    for host in sorted(at.left):
+    for host, cooldown in at.cooldowns.items():
+        if at.now < cooldown.until:
+            yield HostSituation(host, "unfit", cooldown.why, cooldown.until)
+    for host in sorted(at.departed_hosts):
         yield HostSituation(host, "left", "it has left with notice; it is used again when it is listed again")

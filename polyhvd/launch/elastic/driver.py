@@ -29,15 +29,15 @@ from polyhvd.elastic.membership import (
 )
 from polyhvd.elastic.pace import Figure
 from polyhvd.elastic.places import (
-    ASKS,
-    BEGINS,
-    LEAVES,
+    BEGUN_CALLS,
+    LEAVE_NOTICES,
+    MESSAGES,
+    PLACE_REQUESTS,
     PROGRESS,
     PROLOGUE,
-    SAYS,
     STEPS,
-    Answer,
-    Question,
+    PlaceReply,
+    PlaceRequest,
     lost_scope,
     notice_scope,
     place_scope,
@@ -66,7 +66,7 @@ _SIGNAL_STATUS = range(129, 129 + 64)  # of a shell whose program was killed
 #: Raised when decoding a message that is invalid.
 _INVALID = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 #: Scopes of messages from members, besides their questions.
-_SCOPES = (BEGINS, LEAVES, PROGRESS, SAYS, STEPS)
+_SCOPES = (BEGUN_CALLS, LEAVE_NOTICES, PROGRESS, MESSAGES, STEPS)
 _FROM_OUTSIDE = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
@@ -89,7 +89,7 @@ class Driver:
         self._received: deque[tuple[str, int, bytes]] = deque()  # by the server's thread; needs no lock
         self._leaves: list[tuple[Request, set[int]]] = []  # who waits for whom to leave
         self._signalled = self._stopped = False  # the job is ended from outside; at once
-        self._questions: dict[int, Question] = {}  # the last of each member that lives
+        self._place_requests: dict[int, PlaceRequest] = {}  # the last of each member that lives
         self._endings: dict[int, Ending] = {}  # of members that were lost, as far as they may be blamed
         self._resumable = False
         self._shortage = ""  # the shortage that was printed last
@@ -123,7 +123,7 @@ class Driver:
 
     def observe(self, scope: str, member: int, value: bytes) -> None:
         """A member has written something; on the server's thread."""
-        if scope.startswith(f"{ASKS}/") or scope in _SCOPES:
+        if scope.startswith(f"{PLACE_REQUESTS}/") or scope in _SCOPES:
             self._received.append((scope, member, value))
             self._ring()
 
@@ -156,28 +156,28 @@ class Driver:
                 pass
         while self._received:
             scope, member, value = self._received.popleft()
-            if scope == LEAVES:
-                self._job.rendezvous.drop(LEAVES)  # each says so once
+            if scope == LEAVE_NOTICES:
+                self._job.rendezvous.drop(LEAVE_NOTICES)  # each says so once
                 self._leave({member}, now)
                 continue
             if scope == STEPS:
                 self._take_steps(member, value, now)
                 continue
-            if scope == BEGINS:
+            if scope == BEGUN_CALLS:
                 self._membership.begins(member)
                 continue
             if scope == PROGRESS:
                 self._job.rendezvous.drop(PROGRESS)
                 self._membership.progress()
                 continue
-            if scope == SAYS:
+            if scope == MESSAGES:
                 self._say(printable(value.decode("utf-8", "replace")))
                 continue
             try:
-                question = Question.decoded(value)
+                request = PlaceRequest.decoded(value)
             except _INVALID:
                 continue
-            self._take_question(member, question, now)
+            self._take_place_request(member, request, now)
         if self._stopped or self.over:
             self._dismiss_all()  # also who has asked before
         if self._stopped or self._membership.all_are_leaving:
@@ -199,28 +199,28 @@ class Driver:
             self._say(f"{shortage}: the job waits {self._limits.timeout_s:g} s for more (--elastic-timeout)")
         self._shortage = shortage
 
-    def _take_question(self, member: int, question: Question, now: float) -> None:
+    def _take_place_request(self, member: int, request: PlaceRequest, now: float) -> None:
         assert self._job is not None
-        former = self._questions.get(member, question)
-        if former.after != question.after:  # it has read the answer to that
+        former = self._place_requests.get(member, request)
+        if former.after != request.after:  # it has read the answer to that
             self._job.rendezvous.drop(place_scope(member, former.after))
         # One that was given up may be heard of again, when its host's network is whole.
         if not self._membership.has(member):
-            self._turn_away(member, question)
+            self._turn_away(member, request)
             return
-        self._questions[member] = question
+        self._place_requests[member] = request
         if self._stopped or self.over:
             return
         self._do(
-            self._membership.asks(
+            self._membership.request(
                 member,
-                question.after,
+                request.after,
                 now,
-                wired=question.wired,
-                progressed=question.progressed,
-                failed=bool(question.failure),
-                dead=question.dead,
-                commit=(question.call, question.commits),
+                connected=request.wired,
+                progressed=request.progressed,
+                failed=bool(request.failure),
+                dead=request.dead,
+                commit=(request.call, request.commits),
             )
         )
 
@@ -231,7 +231,7 @@ class Driver:
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
         """Have a member that was lost replaced, and end the job for what would only recur."""
         fate = _fate_of(ending)
-        self._questions.pop(ending.rank, None)
+        self._place_requests.pop(ending.rank, None)
         assert self._job is not None
         self._job.rendezvous.drop(places_scope(ending.rank))
         self._tell_who_waits(ending.rank)
@@ -274,8 +274,8 @@ class Driver:
             self._say(f"{name} cannot take part for now: {problem.what}: {problem.found}; {problem.cure}")
         gone = self._membership.unready_on(name)
         why = "; ".join(f"{problem.what}: {problem.found}" for problem in problems)
-        others_may_come = self._discovery is not None
-        self._do(self._membership.host_unfit(name, now, others_may_come=others_may_come, why=why))
+        more_hosts_may_come = self._discovery is not None
+        self._do(self._membership.host_unfit(name, now, more_hosts_may_come=more_hosts_may_come, why=why))
         return gone
 
     # Leaving
@@ -411,10 +411,12 @@ class Driver:
         generation = action.generation
         hosts = [str(self._numbers[host]) for host in action.hosts]
         members = list(action.members)
-        oldest = next((self._questions[m] for m in members if self._questions[m].after), Question())
+        oldest = next(
+            (self._place_requests[m] for m in members if self._place_requests[m].after), PlaceRequest()
+        )
         ranks = {member: rank for rank, member in enumerate(members)}
         sets = [sorted(ranks[m] for m in those if m in ranks) for those in oldest.sets]
-        call = max(self._questions[member].call for member in members)
+        call = max(self._place_requests[member].call for member in members)
         if call == 0:  # all that have recorded results are lost
             self._job.rendezvous.drop(PROLOGUE)
         numbers = {self._numbers[host] for host in action.hosts}
@@ -424,7 +426,7 @@ class Driver:
                 self._job.rendezvous.drop(scope, waiters=True)
         for member, host in zip(members, action.hosts, strict=True):
             endpoint = self._job.endpoint(self._numbers[host], numbers)
-            answer = Answer(
+            answer = PlaceReply(
                 generation,
                 members,
                 hosts,
@@ -434,7 +436,7 @@ class Driver:
                 max_size=self._limits.max_size,
                 state_lost=self._on_state_lost if action.state_lost else "",
             )
-            scope = place_scope(member, self._questions[member].after)
+            scope = place_scope(member, self._place_requests[member].after)
             self._job.rendezvous.post(scope, 0, answer.encoded())
         self._slow.begin(action, self._job)
         size = len(members)
@@ -443,25 +445,25 @@ class Driver:
 
     def _dismiss_all(self) -> None:
         """Nobody who waits for a place will have one any more."""
-        for member in list(self._questions):
+        for member in list(self._place_requests):
             self._dismiss(member)
-        self._questions.clear()
+        self._place_requests.clear()
 
-    def _turn_away(self, member: int, question: Question) -> None:
+    def _turn_away(self, member: int, request: PlaceRequest) -> None:
         """Answer one that is no member; some of these have ended, and read no answer."""
         assert self._job is not None
-        self._job.rendezvous.post(place_scope(member, question.after), 0, Answer(0).encoded())
+        self._job.rendezvous.post(place_scope(member, request.after), 0, PlaceReply(0).encoded())
         if len(self._strangers) == _STRANGERS_MAX:
             self._job.rendezvous.drop(places_scope(self._strangers.popleft()))
         self._strangers.append(member)
 
     def _dismiss(self, member: int) -> None:
         assert self._job is not None
-        question = self._questions.get(member)
-        if question is not None:
-            scope = place_scope(member, question.after)
+        request = self._place_requests.get(member)
+        if request is not None:
+            scope = place_scope(member, request.after)
             leaves = self._membership.leaves_by(member)
-            answer = Answer(0, self._membership.world_left_by(member), leaves=leaves)
+            answer = PlaceReply(0, self._membership.departed_world(member), leaves=leaves)
             self._job.rendezvous.post(scope, 0, answer.encoded())
 
     def _end(self, action: End) -> None:
@@ -469,7 +471,9 @@ class Driver:
         if self._signalled:
             return  # it ends anyway
         cause = None if action.cause is None else self._endings.get(action.cause)
-        said = [f"process {m} says: {q.failure}" for m, q in sorted(self._questions.items()) if q.failure]
+        said = [
+            f"process {m} says: {q.failure}" for m, q in sorted(self._place_requests.items()) if q.failure
+        ]
         reason = action.reason if cause is not None or not said else f"{action.reason}; {said[0]}"
         self._resumable = action.resumable
         self._job.end(reason, cause, RESUME_STATUS if action.resumable else 1)

@@ -10,7 +10,7 @@ from polyhvd.elastic.standing import Decision, Doing, Wait, counted
 from polyhvd.launch.hosts.lists import Host
 from polyhvd.runtime.placement import Placement
 
-__all__ = ["HostSituation", "Situation", "SlotSituation", "World", "answers", "ending", "fixed"]
+__all__ = ["HostSituation", "Situation", "SlotSituation", "WorldSituation", "answers", "ending", "fixed"]
 
 #: In one answer: items, those that the job waits for, and characters of a text. A line has a limit, see
 #: control.py, and a character takes up to six bytes of it.
@@ -18,7 +18,7 @@ _ITEMS_MAX, _WAITS_MAX, _TEXT_MAX, _SENTENCE_MAX = 20, 10, 200, 1000
 
 
 @dataclass(frozen=True)
-class World:
+class WorldSituation:
     """The present generation."""
 
     generation: int
@@ -63,7 +63,7 @@ class Situation:
 
     decision: Decision
     since: float | None = None  #: when the job began to do that, if this is known
-    world: World | None = None
+    world: WorldSituation | None = None
     slots: Sequence[SlotSituation] = ()
     hosts: Sequence[HostSituation] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)  #: more values of the answer
@@ -100,7 +100,7 @@ def fixed(
     if ended:
         what = f"runs, and {ended} of {counted(size, 'rank')} {'has' if ended == 1 else 'have'} ended"
         waits = tuple(Wait(slot.name, "it has not ended") for slot in slots if slot.state == "running")
-    return Situation(Decision(Doing.RUNS, what, waits), since, World(1, size, since), slots)
+    return Situation(Decision(Doing.RUNS, what, waits), since, WorldSituation(1, size, since), slots)
 
 
 def ending(found: Situation, running: Set[int], reason: str, since: float | None) -> Situation:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.elastic.places import Seat
 from polyhvd.elastic.process import take_seat
-from polyhvd.elastic.watch import Watch
+from polyhvd.elastic.watch import LauncherWatch
 from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.providers.meeting import given_secret
 from polyhvd.launch.providers.provider import Claim, Met
@@ -57,10 +57,10 @@ class MemberProvider:
                 store.probe(launched.launcher_timeout_s)
                 return Seat(store, member)
 
-            def watch(seat: Seat) -> Watch:
+            def watch(seat: Seat) -> LauncherWatch:
                 store = self._connected(launched.rendezvous, member, 0, deadline)
                 store.give_up_after(launched.launcher_timeout_s)
-                return Watch(store, seat, launched.launcher_timeout_s)
+                return LauncherWatch(store, seat, launched.launcher_timeout_s)
 
             process = take_seat(seated, watch)
             answer = process.next_place()
