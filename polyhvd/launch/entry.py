@@ -1,4 +1,4 @@
-"""How ``init()`` enters a world: by the provider whose job this process belongs to.
+"""How ``init()`` enters a world: by the provider of this process's job.
 
 Apart from :mod:`polyhvd.launch.init`, which ``import polyhvd`` needs: this has all ways to meet, and is
 imported by the first ``init()``.
@@ -47,16 +47,16 @@ _generation = 0  # of the last world that this process was to be in; under curre
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Entry:
     """How this process enters a world: found by ``init()``, and taken again into each next one of its job."""
 
     settings: Settings
     provider: Provider
     claim: Claim | None
     is_elastic: bool
-    #: Tells ranks and jobs apart; empty where no launcher has started this process.
+    #: Identifies rank and job; empty if no launcher has started this process.
     identity: str
-    #: Whether a world of one rank may be a mistake: of the settings, or of who has started this process.
+    #: Whether a world of one rank may be a mistake: of the settings, or of how this process was started.
     may_be_mistaken: bool = False
 
     def meet(self) -> Met:
@@ -122,7 +122,7 @@ class _Way:
         """Leave the world, if there is one, for the next one of an elastic job."""
         with current.lock:
             member = self.member()
-            assert member is not None  # it has given its world this way
+            assert member is not None  # its world was connected by this object
             member.leave()
             met = self.meet()
             with met.store or nullcontext():
@@ -138,14 +138,14 @@ def last_generation() -> int:
 def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
     """Meet the other ranks for ``init()``, and make the world with them the current one.
 
-    In an elastic job the next world is asked for a few times if one fails.
+    In an elastic job a place in the next world is requested a few times if one fails.
     """
-    way = _find_way(settings, comm)
+    entry = _find_entry(settings, comm)
     for tried in range(1, _WORLDS_TRIED + 1):
         try:
-            return _enter(way, sets)
+            return _enter(entry, sets)
         except HorovodInternalError as error:
-            member = way.member()
+            member = entry.member()
             if (
                 tried == _WORLDS_TRIED
                 or member is None
@@ -157,20 +157,20 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
             member.fail(str(error))
 
 
-def _enter(way: _Way, sets: list[ProcessSet]) -> None:
+def _enter(entry: _Entry, sets: list[ProcessSet]) -> None:
     is_first = _generation == 0
-    met = way.meet()
+    met = entry.meet()
     placement, job = met.placement, met.by_mpi
     with met.store or nullcontext():
-        if way.may_be_mistaken and placement.size == 1:
-            _refuse_to_be_alone(met_by_mpi=job is not None)
-        log.configure(way.settings, placement.rank)
+        if entry.may_be_mistaken and placement.size == 1:
+            _check_single_rank(met_by_mpi=job is not None)
+        log.configure(entry.settings, placement.rank)
         if is_first and placement.rank == 0:
             log.report_unknown()
         for item in sets:
             bad = [rank for rank in item.ranks or [] if not 0 <= rank < placement.size]
-            if way.is_elastic and placement.generation > 1:
-                bad = []  # they are what is left of those of the first world
+            if entry.is_elastic and placement.generation > 1:
+                bad = []  # they are the remaining ranks of the first world's
             if item is global_process_set or bad:
                 raise InvalidArgumentError(
                     f"{item}: ranks are 0 to {placement.size - 1}; found {bad or 'all'}"
@@ -180,9 +180,9 @@ def _enter(way: _Way, sets: list[ProcessSet]) -> None:
         if twice is not None:
             lists, settled, sets = _distinct(lists, settled, sets)
         numbers: list[int | None] = list(settled)
-        if (member := way.member()) is not None:
+        if (member := entry.member()) is not None:
             lists, numbers = member.settle(lists, settled)
-        way.connect(met, lists, zip(numbers, sets, strict=True))
+        entry.connect(met, lists, zip(numbers, sets, strict=True))
     if twice is not None:  # in a world, as with Horovod: a program that catches it has its rank and size
         raise InvalidArgumentError(
             f"init(process_sets=[...]): ranks {twice} are given as two process sets; use one for both. The "
@@ -191,7 +191,7 @@ def _enter(way: _Way, sets: list[ProcessSet]) -> None:
 
 
 def _identity() -> str:
-    """Tells ranks and jobs apart; empty where no launcher has started this process."""
+    """Identifies rank and job; empty if no launcher has started this process."""
     try:
         found = seen(PROVIDERS, os.environ)
     except ConfigError:
@@ -214,7 +214,7 @@ def _refuse_child(parent: str, identity: str) -> None:
 
 
 def _autotuner(settings: Settings, world: World, member: Process | None) -> Autotuner:
-    """Rank 0's, which goes on from one world of an elastic job to the next as long as that is like it."""
+    """Rank 0's autotuner, which continues in the next world of an elastic job if that has the same layout."""
     tune = world.engine.tune
     kept = None if member is None else member.autotuner
     if kept is not None:
@@ -227,8 +227,8 @@ def _autotuner(settings: Settings, world: World, member: Process | None) -> Auto
     return made
 
 
-def _find_way(settings: Settings, comm: object) -> _Way:
-    """Whose rank this process is, as its environment, the settings and ``init(comm=...)`` say."""
+def _find_entry(settings: Settings, comm: object) -> _Entry:
+    """How this process enters a world, from its environment, the settings and ``init(comm=...)``."""
     launched = Launched() if settings.alone else Launched.from_environment()
     identity = ""
     if not settings.alone:
@@ -237,7 +237,7 @@ def _find_way(settings: Settings, comm: object) -> _Way:
     log.configure(settings, launched.rank)
 
     if settings.alone and comm is None:
-        return _Way(settings, ALONE, None, False, identity)
+        return _Entry(settings, ALONE, None, False, identity)
     ranks = None if comm is None or mpi.is_communicator(comm) else mpi.checked_ranks(comm)
     asked = mpi.is_asked_for(settings, comm, launched=True)  # by the settings, or by comm
     chosen = choose([] if asked else seen(_candidates(settings), os.environ))
@@ -245,18 +245,18 @@ def _find_way(settings: Settings, comm: object) -> _Way:
         chosen is not None and chosen.provider is MPI and mpi.is_asked_for(settings, comm, launched=False)
     ):
         provider = MpiProvider(comm if ranks is None else None, ranks)
-        return _Way(settings, provider, None, False, identity, comm is None)
+        return _Entry(settings, provider, None, False, identity, comm is None)
     if ranks is not None:
         raise InvalidArgumentError(
             f"init(comm={comm!r}): a list of ranks needs a job that MPI has started; use a ProcessSet"
         )
     if chosen is None or chosen.provider in (MPI, POLYHVDRUN):
         if launched.member is None:
-            return _Way(settings, POLYHVDRUN, None, False, identity, may_be_mistaken=True)
+            return _Entry(settings, POLYHVDRUN, None, False, identity, may_be_mistaken=True)
         from polyhvd.launch.providers.elastic import MemberProvider  # no other job needs it
 
-        return _Way(settings, MemberProvider(launched), None, True, identity)
-    return _Way(settings, chosen.provider, chosen.claim, False, identity)
+        return _Entry(settings, MemberProvider(launched), None, True, identity)
+    return _Entry(settings, chosen.provider, chosen.claim, False, identity)
 
 
 def _candidates(settings: Settings) -> tuple[Provider, ...]:
@@ -264,7 +264,7 @@ def _candidates(settings: Settings) -> tuple[Provider, ...]:
     return tuple(item for item in PROVIDERS if item is not MPI or settings.controller != "gloo")
 
 
-def _refuse_to_be_alone(*, met_by_mpi: bool) -> None:
+def _check_single_rank(*, met_by_mpi: bool) -> None:
     """Raise ConfigError in a world of one whose process a launcher has started as one of several."""
     launch = mpi_launch()
     others = [] if launch is not None and launch.size else seen(PROVIDERS, os.environ)
@@ -277,12 +277,12 @@ def _refuse_to_be_alone(*, met_by_mpi: bool) -> None:
     foreign = foreign_launch(os.environ, met_by_mpi=met_by_mpi)
     if foreign is None:
         return
-    said = f"init(): {foreign}"
+    text = f"init(): {foreign}"
     if not foreign.certain:
-        _LOG.warning("%s; it goes on as a world of one. If there are others, %s", said, foreign.cure)
+        _LOG.warning("%s; it goes on as a world of one. If there are others, %s", text, foreign.cure)
         return
     raise ConfigError(
-        f"{said}, and polyhvd cannot join the others: it would train alone. Instead, {foreign.cure}. "
+        f"{text}, and polyhvd cannot join the others: it would train alone. Instead, {foreign.cure}. "
         "For a world of one rank on purpose set POLYHVD_ALONE=1"
     )
 

@@ -1,4 +1,4 @@
-"""What Amazon SageMaker tells a training container, and where it looks for what has become of it.
+"""The environment of a training container of Amazon SageMaker, and the files that SageMaker reads.
 
 Files below /opt/ml, and variables of its training toolkit where that has set them:
 https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
@@ -134,7 +134,7 @@ def arguments() -> list[str]:
 
 
 def variables(here: Container) -> dict[str, str]:
-    """Those of the toolkit's variables that scripts read, where nobody has set them."""
+    """The toolkit's variables that scripts read and that are not set."""
     base = _base()
     values = {
         "SM_HOSTS": json.dumps(list(here.hosts)),

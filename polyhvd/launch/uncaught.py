@@ -226,7 +226,7 @@ def last_words() -> str:
 
 
 def words_of_failure(error: BaseException) -> str:
-    """The same for an exception that has ended the work of this rank, whose process goes on."""
+    """The same for an exception that has ended the work of this rank, whose process continues."""
     if not isinstance(error, Exception) or _is_consequence(error):
         return ""
     return f"has failed: {_words_of(error)}"

@@ -53,7 +53,7 @@ class Job:
     def endpoint(self, number: int, numbers: Set[int]) -> str:
         return ""
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         pass
 
     def end(self, reason: str, cause: Ending | None, status: int) -> None:

@@ -225,7 +225,7 @@ def test_cable_that_is_cut_costs_the_heartbeat_s_time_and_the_host_comes_back(cl
     cluster.world(3, 3)
     assert_gone([pids[1]])
     err = cluster.finish(3)
-    assert f"was lost: nothing was heard of {b} for 4 s" in err
+    assert f"was lost: nothing was received from {b} for 4 s" in err
     assert "ended the job" not in err
 
 

@@ -100,7 +100,7 @@ def test_a_cut_host_ends_its_ranks_gently_and_the_launcher_reports_it(
             os.kill(clients[0], signal.SIGSTOP)
         status, _, err = launcher.finish()
         assert status == 1
-        assert f"rank 1 on {there.address} was lost: nothing was heard of {there.address} for 1 s" in err
+        assert f"rank 1 on {there.address} was lost: nothing was received from {there.address} for 1 s" in err
         assert_gone(ranks)
     if how == "cable":  # with ssh killed, the agent there hears of the launcher's end at once
         assert saved(tmp_path) == ["saved0", "saved1"]
@@ -115,7 +115,9 @@ def test_a_stopped_launcher_loses_its_ranks_which_say_why(launcher: Launcher, tm
     launcher.signal(signal.SIGCONT)
     status, _, err = launcher.finish()
     assert status == 1
-    assert re.search(r"rank \d on localhost was ended by its agent: nothing was heard of the launcher", err)
+    assert re.search(
+        r"rank \d on localhost was ended by its agent: nothing was received from the launcher", err
+    )
     assert "ending the ranks of this host" in err
 
 

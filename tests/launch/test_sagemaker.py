@@ -132,7 +132,7 @@ def test_stopped_polyhvdrun_is_given_up_by_the_other(containers: Callable[..., C
     job.processes[0].send_signal(signal.SIGCONT)
     ended = job.finish()
     assert [status for status, _, _ in ended] == [1, 1]
-    assert "nothing was heard of" in ended[1][2]
+    assert "nothing was received from" in ended[1][2]
 
 
 def test_full_disk_below_the_failure_is_told_and_changes_no_status(
@@ -372,6 +372,6 @@ def test_nodes_of_two_hosts_that_are_cut_off_both_end(tmp_path: Path) -> None:
         hosts[0].link("down")
         errors = [process.communicate(timeout=DEADLINE_S)[1] for process in processes]
         assert [process.returncode for process in processes] == [1, 1], errors
-        assert all(b"nothing was heard of" in err for err in errors)
+        assert all(b"nothing was received from" in err for err in errors)
         assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["saved0", "saved1"]
         assert not any(map(alive, pids(seen)))

@@ -239,7 +239,7 @@ def test_a_host_that_is_lost_ends_the_job(cluster: Cluster, what: str) -> None:
     for pid in found:
         os.kill(pid, signal.SIGKILL)
     said = cluster.finish()
-    reason = "nothing was heard of n2 for 8 s" if what == "slurmstepd" else "srun ended with status -9"
+    reason = "nothing was received from n2 for 8 s" if what == "slurmstepd" else "srun ended with status -9"
     assert f"on n2 was lost: {reason}" in said, said
     assert len(cluster.lines("saved")) in (2, 4)  # of n2, too, where its agent lives
     assert "status 1" in said

@@ -82,7 +82,7 @@ def test_full_disk_below_standard_output_is_told_once(launcher: Launcher) -> Non
     status, _, err = launcher.finish()
     assert status == 0
     assert [line for line in err.splitlines() if "No space left on device" in line] == [
-        "polyhvdrun: cannot write standard output: No space left on device; the job goes on without it"
+        "polyhvdrun: cannot write standard output: No space left on device; the job continues without it"
     ]
 
 

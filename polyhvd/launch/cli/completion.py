@@ -59,7 +59,7 @@ def completion(parser: Parser, shell: str) -> str:
             action.complete = {"zsh": "_normal"}  # type: ignore[attr-defined]
     script = str(shtab.complete(parser, shell))
     if shell == "zsh":
-        # With two colons: what completes the program sees its words alone.
+        # With two colons, the program's completion sees only its own arguments.
         return script.replace('"(-)*:program:_normal"', '"(-)*::program:_normal"')
     valued = [
         name

@@ -24,7 +24,7 @@ class ConfigFileError(ValueError):
 class _Key:
     variable: str  # of the ranks, as options name it
     kind: str  # "switch", "number", "text" or "cores"
-    opposite: bool = False  # a switch that says the contrary of the variable
+    opposite: bool = False  # a switch that means the opposite of the variable
 
 
 #: Sections and their keys. ``controller`` stands beside them.
@@ -109,7 +109,7 @@ def read(path: str, warn: Callable[[str], None]) -> dict[str, str]:
 
 
 def settings_of(content: Any, where: str, warn: Callable[[str], None]) -> dict[str, str]:
-    """What a file says: variables of the ranks, as options name them, and "controller".
+    """The settings in a file: variables of the ranks, as options name them, and "controller".
 
     Args:
         content: of the file, as YAML's mappings, numbers, switches and texts.

@@ -1,4 +1,4 @@
-"""What the options of ``polyhvdrun`` say of an elastic job. Imported for such jobs alone."""
+"""The options of ``polyhvdrun`` for elastic jobs. Imported only for such jobs."""
 
 from __future__ import annotations
 

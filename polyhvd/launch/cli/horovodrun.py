@@ -100,7 +100,7 @@ FROM_ELSEWHERE = {
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Have a parser know these options; its help says nothing of them."""
+    """Add these options to a parser, hidden from its help."""
     for option, (words, _) in WITHOUT_EFFECT.items():
         if words:
             parser.add_argument(option, dest="_without_effect", help=argparse.SUPPRESS)

@@ -90,7 +90,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
             print("\n".join(plan(spec)))
             return 0
-        _tell_of_other_containers(options)
+        _warn_of_other_containers(options)
         output = _output(options, len(spec.placements) or (spec.elastic.limits.size if spec.elastic else 0))
     except BrokenPipeError:  # of a plan or a command line that was printed
         raise
@@ -115,7 +115,7 @@ def _output(options: argparse.Namespace, size: int) -> Output:
         ) from None
 
 
-def _tell_of_other_containers(options: argparse.Namespace) -> None:
+def _warn_of_other_containers(options: argparse.Namespace) -> None:
     """Warn in one of several containers of SageMaker's, which this job leaves out."""
     base = os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
     has_list = "SM_HOSTS" in os.environ or os.path.exists(f"{base}/input/config/resourceconfig.json")
@@ -134,7 +134,7 @@ def _tell_of_other_containers(options: argparse.Namespace) -> None:
 
 
 def _run(spec: JobSpec, output: Output, restarts_max: int) -> int:
-    """Run the job, and again when it has failed, and nobody has asked it to end."""
+    """Run the job, and restart it when it has failed, unless a signal has ended it."""
     restarts, before = 0, int(spec.env.get("POLYHVD_RESTART_COUNT", "0"))  # by the batch system
     while True:
         env = {**spec.env, "POLYHVD_RESTART_COUNT": str(before + restarts)} if restarts_max else spec.env
@@ -142,7 +142,7 @@ def _run(spec: JobSpec, output: Output, restarts_max: int) -> int:
             with Job(replace(spec, env=env), output) as job:
                 status = job.run()
         except (ValueError, OSError) as error:
-            output.say(str(error), alarm=True)
+            output.report(str(error), alarm=True)
             return 1
         except KeyboardInterrupt:
             return _INTERRUPTED_STATUS
@@ -150,7 +150,7 @@ def _run(spec: JobSpec, output: Output, restarts_max: int) -> int:
         if cause is None or cause.unstartable or job.signalled or restarts == restarts_max:
             return status
         restarts += 1
-        output.say(f"rank {cause.rank} has failed: restart {restarts} of {restarts_max}")
+        output.report(f"rank {cause.rank} has failed: restart {restarts} of {restarts_max}")
         output.forget()
 
 
@@ -216,7 +216,7 @@ def _become_jsrun(spec: JobSpec, options: argparse.Namespace) -> int:
 
 
 def _take_config_file(options: argparse.Namespace) -> None:
-    """Have the file say what the command line does not."""
+    """Take options from the file that the command line does not have."""
     if options.config_file is None:
         return
     from polyhvd.launch.cli.config_file import read
@@ -276,7 +276,7 @@ def _spec(programs: list[argparse.Namespace]) -> JobSpec:
 
 
 def _allocation(programs: list[argparse.Namespace]) -> Allocation | None:
-    """What a batch system has given this job, where nobody has named hosts; raises ConfigError."""
+    """The allocation of a batch system, if the user has named no hosts; raises ConfigError."""
     options = programs[0]
     named = any(part.hosts is not None or part.hostfile is not None for part in programs)
     if named or options.host_discovery_script is not None or is_one_of_several(options):
@@ -299,7 +299,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _elastic(programs: list[argparse.Namespace], hosts: list[Host] | None) -> Elastic | None:
-    """What the options say of an elastic job; None: it is none. Raises ValueError."""
+    """The settings of an elastic job in the options; None: it is not elastic. Raises ValueError."""
     if not any(getattr(programs[0], name) is not None for name in ELASTIC_OPTIONS):
         return None
     from polyhvd.launch.cli.elastic_options import elastic_of  # no other job needs it
@@ -325,7 +325,7 @@ def _argv(options: argparse.Namespace) -> list[str]:
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    """What -x has said; raises ValueError for a variable that is not here."""
+    """The variables of -x; raises ValueError for one that is not set here."""
     variables = {}
     for name, value in options.variables:
         if value is None and name not in os.environ:
@@ -345,7 +345,7 @@ def _ssh(options: argparse.Namespace) -> SshOptions:
 
 
 def _start_timeout_s(options: argparse.Namespace) -> float:
-    """As the option says, or else the variable, which ranks read as well; raises ConfigError."""
+    """The value of the option, or else of the variable, which ranks read as well; raises ConfigError."""
     if options.start_timeout is not None:
         return float(options.start_timeout)
     if not os.environ.keys() & {"POLYHVD_START_TIMEOUT", "HOROVOD_START_TIMEOUT"}:

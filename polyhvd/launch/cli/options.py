@@ -1,4 +1,4 @@
-"""The options of ``polyhvdrun``: what its command line may say, and how it is taken apart.
+"""The options of ``polyhvdrun``: its command line, and how it is parsed.
 
 horovodrun's names are all here; what is peculiar to them stands in :mod:`polyhvd.launch.cli.horovodrun`.
 """
@@ -57,14 +57,14 @@ SETTINGS: dict[str, tuple[str, str | None, str]] = {
     "--hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", None, "NCCL within hosts, CPUs between them"),
 }
 
-#: Where the first of several hosts without ssh waits for the others, unless --rdzv-endpoint says otherwise.
+#: Where the first of several hosts without ssh waits for the others, unless --rdzv-endpoint is given.
 RENDEZVOUS_PORT = 16420
 #: Each of them makes a job elastic.
 ELASTIC_OPTIONS = (
     *("min_np", "max_np", "spares", "host_discovery_script", "reset_limit", "elastic_timeout"),
     *("blacklist_cooldown_range", "slow_rank_policy", "slow_rank_factor", "on_state_lost"),
 )
-#: What each of several programs has of its own; every other option is the job's, and stands before the first.
+#: Options of each of several programs; every other option is the job's, and precedes the first program.
 PROGRAM_OPTIONS = ("num_proc", "hosts", "variables", "module", "command")
 
 _SECONDS_MAX = 1e6  # as of settings
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
     """Complains in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """End the program; an option that is unknown is told with the one that was probably meant."""
+        """End the program; the message for an unknown option names the one that was probably meant."""
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
         if unknown:
             import difflib  # which no job needs
@@ -380,7 +380,7 @@ def take_ranks_per_node(programs: list[argparse.Namespace]) -> None:
     """What --nproc-per-node means to one polyhvdrun that starts all ranks: slots of each host, as torchrun's.
 
     Raises:
-        ValueError: another option says something else.
+        ValueError: another option contradicts it.
     """
     options = programs[0]
     count = options.nproc_per_node

@@ -1,4 +1,4 @@
-"""What the launcher of an elastic job says about the job: to its user, and to ``polyhvd status``."""
+"""Describes what an elastic job does: for its user, and for ``polyhvd status``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polyhvd.launch.job.situation import HostSituation, Situation, SlotSituation
 
 __all__ = ["Account"]
 
-#: A wait that has lasted for so long is printed, and another one not before so long after that.
+#: A wait is printed after this time, and another one not earlier than the second time after that.
 _PRINTED_AFTER_S, _PRINTED_AGAIN_S = 3.0, 10.0
 #: States for which the slot knows a reason.
 _FAILED = (SlotState.COOLING, SlotState.EMPTY, SlotState.STARTING)

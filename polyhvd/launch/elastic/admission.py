@@ -1,7 +1,7 @@
-"""Hosts of an elastic job, which come one after another: each is looked at before anything is started there.
+"""Hosts that join an elastic job one after another: each is checked before anything is started there.
 
-See :mod:`polyhvd.launch.hosts.checks`, which judges, and here of one host at a time: one that cannot take
-part is refused, and the job goes on.
+See :mod:`polyhvd.launch.hosts.checks`, which decides for one host at a time. A host that cannot take part is
+refused, and the job continues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """See the module. Whoever drives the agents tells this what comes from them.
+    """See the module. The loop that drives the agents passes on what they send.
 
     Args:
         spec: the job.
@@ -35,7 +35,7 @@ class Admission:
         self._made: HostChecks | None = None  # for the first host that is not this one
         self._waiting: dict[HostAgent, list[Callable[[], None]]] = {}  # what is to be started there
         self._numbers: dict[HostAgent, int] = {}
-        self._ways: dict[int, str] = {}  # of hosts that are not this one, by which they reach the rendezvous
+        self._endpoints: dict[int, str] = {}  # of the rendezvous, as other hosts reach it
         self._refused: set[HostAgent] = set()
 
     def expect(self, process: HostAgent, number: int) -> None:
@@ -68,12 +68,12 @@ class Admission:
             self._made.forget(process)
 
     def look(self, process: HostAgent) -> None:
-        """Ask a host whose agent has answered, unless it was asked."""
+        """Send the checks to a host whose agent has answered, once."""
         if self._spec.check_hosts and process in self._waiting:
             self._checks.look(process)
 
     def take(self, process: HostAgent, number: int, payload: bytes) -> None:
-        """A part of what a host has said."""
+        """Take a part of a host's reply."""
         if process in self._waiting:
             self._checks.take(process, number, payload)
 
@@ -97,18 +97,18 @@ class Admission:
                 self._refused.add(process)
                 refused.append((process, problems))
             elif self._checks.has_passed(process) or (process.ready and not self._spec.check_hosts):
-                way = self._checks.way_back(process).endpoint
-                self._ways[self._numbers[process]] = way or self._checks.serve(process.host)
+                endpoint = self._checks.route_of(process).endpoint
+                self._endpoints[self._numbers[process]] = endpoint or self._checks.serve(process.host)
                 for start in self._waiting.pop(process):
                     start()
         return refused
 
     def endpoint(self, number: int, numbers: Set[int]) -> str:
-        """Where ranks of a host meet those of these others: after commas other ways, as hosts differ."""
-        used = dict.fromkeys(self._ways[other] for other in sorted(numbers) if other in self._ways)
+        """Where ranks of a host meet those of the others; after commas, other endpoints, as hosts differ."""
+        used = dict.fromkeys(self._endpoints[other] for other in sorted(numbers) if other in self._endpoints)
         if not used:
             return self._rendezvous.endpoint
-        own = self._ways.get(number) or next(iter(used))
+        own = self._endpoints.get(number) or next(iter(used))
         return ",".join([own, *(other for other in used if other != own)])
 
     @property

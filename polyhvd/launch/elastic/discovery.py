@@ -1,4 +1,4 @@
-"""Which hosts there are, asked again and again while an elastic job runs, beside its loop."""
+"""Finds the hosts of an elastic job repeatedly while it runs, on a separate thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEASHED = (
 
 
 class HostDiscovery(Protocol):
-    """Says which hosts there are now. May take its time: it has a thread of its own."""
+    """Finds the present hosts. It may be slow, since it runs on a separate thread."""
 
     def find_available_hosts_and_slots(self) -> Mapping[str, int]:
         """The hosts by name, with the number of ranks that each takes.
@@ -107,8 +107,8 @@ class HostDiscoveryScript:
                     os.killpg(process.pid, signal.SIGKILL)
                 raise
         if process.returncode != 0:
-            said = err.decode("utf-8", "replace").strip().splitlines()
-            words = f": {said[-1]}" if said else ""
+            errors = err.decode("utf-8", "replace").strip().splitlines()
+            words = f": {errors[-1]}" if errors else ""
             raise OSError(f"{self._script} has ended with status {process.returncode}{words}")
         lines = out.decode("utf-8", "replace").splitlines()
         names = [name for line in lines if (name := line.split("#")[0].strip())]
@@ -126,9 +126,9 @@ class HostDiscoveryScript:
             for stream in printed:
                 selector.register(stream, selectors.EVENT_READ)  # type: ignore[arg-type]
             while selector.get_map():
-                if (left := until - time.monotonic()) <= 0:
+                if (remaining_s := until - time.monotonic()) <= 0:
                     raise OSError(f"{self._script} has not ended within {self._timeout_s:g} s")
-                for key, _ in selector.select(left):
+                for key, _ in selector.select(remaining_s):
                     data = os.read(key.fd, 65536)
                     if not data:
                         selector.unregister(key.fileobj)
@@ -143,7 +143,7 @@ class HostDiscoveryScript:
 
 
 class _FromPython:
-    """A :class:`HostDiscovery` of the user's, whose answers are looked at."""
+    """Checks the results of a user's :class:`HostDiscovery`."""
 
     def __init__(self, name: str, inner: HostDiscovery) -> None:
         self._name = name
@@ -166,7 +166,7 @@ _PYTHON = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
 
 def discovery_of(text: str, slots: int) -> HostDiscovery:
-    """What ``--host-discovery-script`` says: a program, or ``MODULE:NAME`` of a :class:`HostDiscovery`.
+    """The discovery of ``--host-discovery-script``: a program or ``MODULE:NAME``, a :class:`HostDiscovery`.
 
     Args:
         text: a path, or a module of Python that is found here or is installed, and a name in it: a class or
@@ -200,11 +200,11 @@ def discovery_of(text: str, slots: int) -> HostDiscovery:
 
 
 class Discovery:
-    """Asks a :class:`HostDiscovery` every second, on a thread, and keeps what has changed.
+    """Calls a :class:`HostDiscovery` every second, on a thread, and keeps the changes.
 
     Args:
-        source: whom to ask.
-        interval_s: the pause between two questions.
+        source: the discovery to call.
+        interval_s: the pause between two calls.
     """
 
     def __init__(self, source: HostDiscovery, interval_s: float = _INTERVAL_S) -> None:
@@ -237,13 +237,13 @@ class Discovery:
             return found
 
     def complaints(self) -> list[str]:
-        """What to tell the user: each once."""
+        """New messages for the user, each once."""
         with self._lock:
             complaints, self._complaints = self._complaints, []
             return complaints
 
     def close(self) -> None:
-        """Ask no more. A question that is under way is not waited for."""
+        """Stop the discovery, without waiting for a call in progress."""
         self._closed.set()
 
     def _run(self, ring: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""What makes a job elastic, and what its driver asks of it. Imports little: most jobs are not elastic."""
+"""The settings of an elastic job, and its interface for the driver. Most jobs are not: it imports little."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HEARTBEAT_TIMEOUT_S", "RESUME_STATUS", "DrivenJob", "Elastic"]
 
-#: Instead of :mod:`polyhvd.launch.job.agent`'s. The others wait for a host that is cut off until it is given
-#: up, which has to happen within 5 s; this costs a beat every two thirds of a second. An agent that is
-#: stopped or starved for three seconds still answers in time.
+#: Replaces :mod:`polyhvd.launch.job.agent`'s. Ranks wait for a host that is cut off until it is given up,
+#: which has to happen within 5 s. It costs a heartbeat every two thirds of a second. An agent that is stopped
+#: or starved for three seconds still answers in time.
 HEARTBEAT_TIMEOUT_S = 4.0
 
 
@@ -31,13 +31,13 @@ class Elastic:
     limits: Limits
     hosts: list[Host]  #: at the beginning
     discovery: Discovery | None = None  #: None: the hosts stay these
-    slow_factor: float = 1.5  #: a rank is slow that takes so many times as long as the others
+    slow_factor: float = 1.5  #: a rank is slow if it takes this many times as long as the others
     evicts_slow: bool = False  #: whether a spare takes its place
     on_state_lost: str = "fail"  #: or "restart": what train() does where no process has the state any more
 
 
 class DrivenJob(Protocol):
-    """What a driver asks of its job."""
+    """A job as its driver sees it."""
 
     rendezvous: Server
 
@@ -55,8 +55,8 @@ class DrivenJob(Protocol):
     def endpoint(self, number: int, numbers: Set[int]) -> str:
         """Where the ranks of the host of this number meet those of the hosts of these."""
 
-    def say(self, text: str) -> None:
-        """Tell the user."""
+    def report(self, text: str) -> None:
+        """Print a line for the user."""
 
     def end(self, reason: str, cause: Ending | None, status: int) -> None:
         """End the job, which has failed, with this status where there is no cause that has another."""

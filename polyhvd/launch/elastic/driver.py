@@ -317,9 +317,9 @@ class Driver:
     def obey(self, request: Request, now: float) -> None:
         """Somebody wants ranks or hosts to leave."""
         try:
-            hosts = [str(host) for host in request.words["hosts"]]
-            members = {int(number) for number in request.words["processes"]}
-            ranks, wanted = self._membership.ranks, [int(rank) for rank in request.words["ranks"]]
+            hosts = [str(host) for host in request.content["hosts"]]
+            members = {int(number) for number in request.content["processes"]}
+            ranks, wanted = self._membership.ranks, [int(rank) for rank in request.content["ranks"]]
             members |= {ranks[rank] if 0 <= rank < len(ranks) else -1 for rank in wanted}
         except (KeyError, TypeError, ValueError):
             hosts, members, wanted = [], set(), []
@@ -335,7 +335,7 @@ class Driver:
         for host in hosts:
             self.host_leaves(self._numbers[host], now)
         self._leave(members, now)
-        if request.words.get("wait"):
+        if request.content.get("wait"):
             self._leaves.append((request, leaving))
             self._tell_who_waits(-1)
         else:
@@ -354,7 +354,7 @@ class Driver:
 
     def _say(self, text: str) -> None:
         assert self._job is not None
-        self._job.say(text)
+        self._job.report(text)
 
     def _slots(self) -> dict[str, int]:
         return {host.name: host.slots for host in self._hosts.values()}

@@ -1,4 +1,4 @@
-"""The ``polyhvd leave`` command: ranks or hosts of a running elastic job are to leave it, without a loss."""
+"""The ``polyhvd leave`` command: makes ranks or hosts leave a running elastic job, without a loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run it; returns the exit status: 1 when nobody leaves, or the job has ended meanwhile."""
+    """Run it; returns the exit status: 1 when no rank leaves, or the job has ended meanwhile."""
     parser = argparse.ArgumentParser(
         prog="polyhvd leave",
         description="Have ranks or hosts leave an elastic job at its next commit, without a loss. "
@@ -42,20 +42,20 @@ def main(arguments: Sequence[str]) -> int:
 
 def _ask(job: int, options: argparse.Namespace) -> None:
     begun = time.monotonic()
-    said: dict[str, Any] = {}
+    reply: dict[str, Any] = {}
 
-    def hear(words: dict[str, Any]) -> None:
-        said.update(words)
-        leaving = words.get("leaving", ())
+    def on_reply(content: dict[str, Any]) -> None:
+        reply.update(content)
+        leaving = content.get("leaving", ())
         for line in leaving if isinstance(leaving, list) else ():
             print(f"{printable(str(line))} leaves", flush=True)
 
-    words = {"hosts": options.host, "ranks": options.rank, "processes": options.process}
-    control.request(job, {**words, "wait": not options.no_wait}, hear, options.timeout_s)
-    if "error" in said:
-        raise OSError(str(said["error"]))
+    content = {"hosts": options.host, "ranks": options.rank, "processes": options.process}
+    control.request(job, {**content, "wait": not options.no_wait}, on_reply, options.timeout_s)
+    if "error" in reply:
+        raise OSError(str(reply["error"]))
     if options.no_wait:
         return
-    if not said.get("left"):
+    if not reply.get("left"):
         raise OSError(f"job {job} has ended meanwhile")
     print(f"left after {time.monotonic() - begun:.2f} s")

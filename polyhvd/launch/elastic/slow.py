@@ -1,4 +1,4 @@
-"""What the launcher of an elastic job does about slow ranks: it says who they are, and has them replaced."""
+"""Reports the slow ranks of an elastic job, and replaces them if asked to."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from polyhvd.launch.elastic.driven import DrivenJob, Elastic
 
 __all__ = ["SlowRanks"]
 
-#: After a replacement, until the next one: doubled each time, since where many in a row are slow, another
-#: process is no help.
-_REST_S, _REST_S_MAX = 60.0, 3600.0
-#: So long a rank is slow until it is replaced: what it suffers from may be over by then.
+#: Cooldown after a replacement, doubled each time: if many in a row are slow, another process does not help.
+_COOLDOWN_S, _COOLDOWN_S_MAX = 60.0, 3600.0
+#: How long a rank has to be slow before it is replaced.
 _PATIENCE_S = 6.0
-#: Of what was reported, so much is kept for members that are behind.
+#: Number of reports that are kept for members that are behind.
 _KEPT = 16
 
 
@@ -26,7 +25,7 @@ class SlowRanks:
     """See the module.
 
     Args:
-        elastic: whether slow ranks are replaced, and who is one.
+        elastic: whether slow ranks are replaced, and which ranks count as slow.
         membership: of the job.
     """
 
@@ -36,9 +35,9 @@ class SlowRanks:
         self._membership = membership
         self._formed = Form(0, (), ())
         self._number = 0  # of what was reported in this world
-        self._named: set[int] = set()  # members of which the user knows that they are slow
-        self._rest_s = _REST_S
-        self._rests_until = 0.0
+        self._named: set[int] = set()  # members that were reported to the user
+        self._cooldown_s = _COOLDOWN_S
+        self._cooling_until = 0.0
 
     @property
     def step_s(self) -> float | None:
@@ -46,32 +45,34 @@ class SlowRanks:
         return self._judge.step_s
 
     def begin(self, formed: Form, job: DrivenJob) -> None:
-        """A world is formed: what was said of the last one is over."""
+        """A world is formed: drop the reports of the last one."""
         job.rendezvous.drop(f"elastic/slow/{self._formed.generation}/", waiters=True)
         self._formed, self._number = formed, 0
         self._named &= set(formed.members)
         self._judge.begin(formed.generation, formed.members)
 
     def add(self, member: int, figure: Figure, job: DrivenJob, now: float) -> list[Action]:
-        """A member has said how long its steps take."""
+        """Take a member's report of how long its steps take."""
         if self._judge.add(member, figure, now):
-            self._tell(job, now)
-        if not self._evicts or now < self._rests_until:
+            self._publish(job, now)
+        if not self._evicts or now < self._cooling_until:
             return []
         for item in self._judge.slow:
             if now < item.since + _PATIENCE_S:
                 continue
             if actions := self._membership.evict(item.member, now):
-                job.say(f"process {item.member}, which is rank {self._rank(item)}, leaves: a spare is faster")
-                self._rests_until = now + self._rest_s
-                self._rest_s = min(2.0 * self._rest_s, _REST_S_MAX)
+                job.report(
+                    f"process {item.member}, which is rank {self._rank(item)}, leaves: a spare is faster"
+                )
+                self._cooling_until = now + self._cooldown_s
+                self._cooldown_s = min(2.0 * self._cooldown_s, _COOLDOWN_S_MAX)
                 return actions
         return []
 
     def _rank(self, item: SlowMember) -> int:
         return self._formed.members.index(item.member)
 
-    def _tell(self, job: DrivenJob, now: float) -> None:
+    def _publish(self, job: DrivenJob, now: float) -> None:
         ranks = []
         slow = {item.member for item in self._judge.slow}
         for item in self._judge.slow:
@@ -80,10 +81,10 @@ class SlowRanks:
             figures = (item.own_s, item.typical_s, since, item.data_s)
             ranks.append(SlowRank(rank, self._formed.hosts[rank], *figures))
             if item.member not in self._named:
-                job.say(f"{ranks[-1]}; it is process {item.member}")
+                job.report(f"{ranks[-1]}; it is process {item.member}")
         for member in sorted(self._named - slow):
             rank = self._formed.members.index(member)
-            job.say(f"rank {rank} on {self._formed.hosts[rank]} is slow no more; it is process {member}")
+            job.report(f"rank {rank} on {self._formed.hosts[rank]} is slow no more; it is process {member}")
         self._named = slow
         self._number += 1
         generation = self._formed.generation

@@ -27,7 +27,7 @@ __all__ = [
     "HostChecks",
     "HostsUnfitError",
     "Problem",
-    "WayBack",
+    "Route",
     "columns",
     "judge",
     "own_version",
@@ -44,7 +44,7 @@ _REACH_TIMEOUT_S = 10.0  # at most, for a host to connect to the launcher
 _ADDRESSES_MAX = 16
 _LINES_MAX = 3
 
-#: What ssh says, how a table calls it, and what to do.
+#: Error text of ssh, its name in a table, and what to do.
 _SSH = (
     (r"exec: ssh:", "no ssh here", "install an ssh client on this host"),
     (r"Could not resolve|Name or service not known", "unknown name", "check the name, DNS and ~/.ssh/config"),
@@ -116,7 +116,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def unreachable(
     host: str, program: str, status: int, complaints: Sequence[str], python: str | None = None
 ) -> Problem:
-    """Why there is no agent on a host, by how what was to start it has ended, and what that has said.
+    """Why there is no agent on a host, from the status and output of the program that should start it.
 
     Args:
         host: as users name it.
@@ -126,8 +126,8 @@ def unreachable(
         python: that was to run there, where it is known.
     """
     for pattern, what, cure in _SSH:
-        if said := [line for line in complaints if re.search(pattern, line)]:
-            return Problem(host, what, said[-1].strip(), cure)
+        if found := [line for line in complaints if re.search(pattern, line)]:
+            return Problem(host, what, found[-1].strip(), cure)
     last = "; ".join(line.strip() for line in complaints[-_LINES_MAX:])
     if status in (126, 127):
         missing = last or f"{python or 'Python'}: cannot be run there"
@@ -143,7 +143,7 @@ def unreachable(
 def judge(
     host: str, facts: Mapping[str, Any], asked: float, answered: float, version: str, folder: str
 ) -> list[Problem]:
-    """What is wrong with a host, by what it has said of itself. Pure.
+    """The problems of a host, from its own report. Pure.
 
     Args:
         host: as users name it.
@@ -197,7 +197,7 @@ def _program_problems(host: str, program: Mapping[str, Any], version: str) -> li
 
 
 @dataclass(frozen=True)
-class WayBack:
+class Route:
     """How a host has reached the rendezvous; empty: it has not."""
 
     endpoint: str
@@ -207,21 +207,21 @@ class WayBack:
 
 @dataclass
 class _Host:
-    """What is known of one."""
+    """The check of one host."""
 
     process: HostAgent
     request: dict[str, Any]
     endpoints: list[str] = field(default_factory=list)  # that it was asked to try
     asked: float = -1.0  # by the wall clock; below 0: not yet
     number: int = 0  # of the last request, counted down
-    said: bytearray = field(default_factory=bytearray)  # in answer to it
-    way: WayBack = field(default_factory=lambda: WayBack("", "", []))
+    reply: bytearray = field(default_factory=bytearray)  # to that request
+    route: Route = field(default_factory=lambda: Route("", "", []))
     problems: list[Problem] = field(default_factory=list)
     done: bool = False
 
 
 class HostChecks:
-    """Asks the hosts of one job. Whoever drives the agents tells this what comes from them.
+    """Checks the hosts of one job. The loop that drives the agents passes on what they send.
 
     Args:
         rendezvous: which each host has to reach. Where it does not, at another address of this host.
@@ -247,7 +247,7 @@ class HostChecks:
         return not all(host.done for host in self._hosts.values())
 
     def add(self, process: HostAgent, programs: Iterable[Sequence[str]], env: Mapping[str, str]) -> None:
-        """Have a host asked, once its agent answers.
+        """Check a host, once its agent answers.
 
         Args:
             process: the agent.
@@ -260,26 +260,26 @@ class HostChecks:
         self._hosts[process] = _Host(process, request)
 
     def forget(self, process: HostAgent) -> None:
-        """Its agent has ended, and what it has said is of no use any more."""
+        """Drop what is known of a host whose agent has ended."""
         self._hosts.pop(process, None)
 
     def look(self, process: HostAgent) -> None:
-        """Ask a host whose agent has answered, unless it was asked."""
+        """Send the checks to a host whose agent has answered, once."""
         host = self._hosts[process]
         if process.ready and host.asked < 0:
             self._ask(host, [self.serve(process.host), *self._served.values()], "")
 
     def take(self, process: HostAgent, number: int, payload: bytes) -> None:
-        """A part of what a host has said in answer to a request; empty: it says no more."""
+        """Take a part of a host's reply to a request; empty: its end."""
         host = self._hosts[process]
         if host.done or number != host.number:
             return
-        host.said += payload
+        host.reply += payload
         if payload and b"\n" not in payload:
             return
         try:
-            facts = json.loads(bytes(host.said))
-        except ValueError:  # the program has failed, and said on standard error why
+            facts = json.loads(bytes(host.reply))
+        except ValueError:  # the program has failed, with its reason on standard error
             last = "; ".join([*process.complaints][-_LINES_MAX:]) or "its agent cannot look around"
             host.problems.append(Problem(process.host, "no answer", last, "does that Python work?"))
             host.done = True
@@ -290,7 +290,7 @@ class HostChecks:
         now = time.time()
         host.problems += judge(process.host, facts, host.asked, now, self._version, host.request["cwd"])
         if facts["reached"] >= 0:
-            host.way = WayBack(host.endpoints[facts["reached"]], facts["from"], facts["unreached"])
+            host.route = Route(host.endpoints[facts["reached"]], facts["from"], facts["unreached"])
         else:
             host.problems.append(self._out_of_reach(process.host, facts["unreached"]))
 
@@ -332,22 +332,22 @@ class HostChecks:
         return self._hosts[process].done and not self._hosts[process].problems
 
     def awaits(self, process: HostAgent) -> bool:
-        """Whether what the host of this agent says is for these checks: of every one."""
+        """Whether the reply of this agent's host is for these checks."""
         return process in self._hosts
 
-    def way_back(self, process: HostAgent) -> WayBack:
+    def route_of(self, process: HostAgent) -> Route:
         """How a host has reached the rendezvous."""
-        return self._hosts[process].way
+        return self._hosts[process].route
 
     def endpoint(self, process: HostAgent) -> str:
-        """Where ranks of a host reach the rendezvous; after commas, other ways, if hosts differ."""
-        used = dict.fromkeys(host.way.endpoint for host in self._hosts.values())
-        own = self._hosts[process].way.endpoint
+        """Where ranks of a host reach the rendezvous; after commas, other endpoints, if hosts differ."""
+        used = dict.fromkeys(host.route.endpoint for host in self._hosts.values())
+        own = self._hosts[process].route.endpoint
         return ",".join([own, *(other for other in used if other != own)])
 
     def _ask(self, host: _Host, endpoints: Iterable[str], secret: str) -> None:
         host.endpoints = list(dict.fromkeys(endpoints))
-        host.said.clear()
+        host.reply.clear()
         host.number -= 1
         host.asked = time.time()
         reach = {
@@ -360,13 +360,13 @@ class HostChecks:
         host.process.send(agent.EXAMINE, program, host.number)
 
     def serve(self, host: str) -> str:
-        """Have the rendezvous listen where the kernel would have a host reach it; returns the endpoint."""
+        """Make the rendezvous listen where a host reaches it by the kernel's route; returns the endpoint."""
         if self._fixed or network.is_local(host):
             return next(iter(self._served.values()))
         return self._serve(network.address_for(host.rpartition("@")[2]))
 
     def _serve(self, address: str) -> str:
-        """Have the rendezvous listen on an address, too; where it cannot, the first one has to do."""
+        """Make the rendezvous listen on an address, too; if it cannot, return the first one."""
         if address not in self._served:
             try:
                 self._served[address] = self._rendezvous.listen(address)
@@ -375,7 +375,7 @@ class HostChecks:
         return self._served[address]
 
     def _serve_everywhere(self, host: _Host) -> bool:
-        """The host did not get here by the kernel's choice: have it try all addresses of this host, once."""
+        """The kernel's route does not lead here: make the host try all addresses of this host, once."""
         if not self._all_served:
             self._all_served = True
             for address in network.own_addresses()[:_ADDRESSES_MAX]:

@@ -27,7 +27,7 @@ _ASK_TIMEOUT_S = 30.0
 #: Between a first try to reach an address of the launcher and one of the next.
 _NEXT_ADDRESS_S = 0.3
 #: Asks a Python where polyhvd is, as ranks will find it, without importing it.
-_QUESTION = """
+_VERSION_PROGRAM = """
 import sys
 sys.path[:1] = [sys.argv[1]]
 from importlib import metadata, util
@@ -115,7 +115,7 @@ def versions_beside(python: str) -> list[str]:
 def installed_version(
     python: str, folder: str, env: dict[str, str], cwd: str, expected: str
 ) -> dict[str, str]:
-    """Which polyhvd a Python would import: by asking it, unless its folders show the expected one.
+    """Which polyhvd a Python would import: from its folders, or by running it if they lack the expected one.
 
     Args:
         python: path of the interpreter.
@@ -133,7 +133,7 @@ def installed_version(
         return {"polyhvd": expected}
     try:
         asked = subprocess.run(
-            [python, "-c", _QUESTION, folder],
+            [python, "-c", _VERSION_PROGRAM, folder],
             env=env,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -141,14 +141,14 @@ def installed_version(
             timeout=_ASK_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return {"problem": f"it did not say within {_ASK_TIMEOUT_S:g} s whether it has polyhvd"}
+        return {"problem": f"it did not report its version of polyhvd within {_ASK_TIMEOUT_S:g} s"}
     except OSError as error:
         return {"problem": error.strerror or str(error)}
-    said = re.search(r"^polyhvd-version (\S*)$", asked.stdout.decode("utf-8", "replace"), re.M)
-    if said is None:
+    match = re.search(r"^polyhvd-version (\S*)$", asked.stdout.decode("utf-8", "replace"), re.M)
+    if match is None:
         lines = asked.stderr.decode("utf-8", "replace").strip().splitlines()
         return {"problem": f"it cannot run: {lines[-1] if lines else f'status {asked.returncode}'}"}
-    return {"polyhvd": said.group(1)}
+    return {"polyhvd": match.group(1)}
 
 
 def reach_one(
@@ -160,8 +160,8 @@ def reach_one(
 
     Args:
         endpoints: pairs of an address and a port.
-        secret: that both sides prove; empty: who listens there is taken for the launcher. Then nothing has
-            to be imported for it, and it is quick.
+        secret: that both sides prove; empty: any listener counts as the launcher. Then nothing has to be
+            imported, and it is quick.
         timeout_s: how long all of it may take.
         purpose: of the connections, in their greeting.
 

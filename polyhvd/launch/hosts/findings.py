@@ -21,9 +21,9 @@ from polyhvd.rendezvous.network import host_identity, interfaces
 __all__ = ["huge_pages", "main", "survey"]
 
 _ASK_TIMEOUT_S = 60.0
-_UNLIMITED = 1 << 60  # what control groups of the first version say for no limit is above
+_UNLIMITED = 1 << 60  # control groups of version 1 report more than this if there is no limit
 #: Asks a Python for the versions of packages, without importing any.
-_QUESTION = """
+_VERSIONS_PROGRAM = """
 import json, sys
 from importlib import metadata
 found = {}
@@ -84,7 +84,7 @@ def _versions(packages: dict[str, list[str]], env: dict[str, str]) -> tuple[dict
     environment.pop("POLYHVD_SECRET", None)
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", _QUESTION, json.dumps(packages)],
+            [sys.executable, "-c", _VERSIONS_PROGRAM, json.dumps(packages)],
             env=environment,
             cwd="/",
             stdin=subprocess.DEVNULL,

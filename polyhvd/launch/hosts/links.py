@@ -27,7 +27,7 @@ PURPOSE = "doctor"
 _PING, _STREAM = b"p", b"s"
 _COUNT = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 18
-_STREAM_BYTES_MAX = 1 << 28  # of one connection, whatever the client says
+_STREAM_BYTES_MAX = 1 << 28  # of one connection, whatever the client requests
 _PINGS_MIN, _PINGS_MAX = 5, 500
 _PATIENCE_S = 10.0  # of a server with a client
 _CLIENTS_MAX = 64
@@ -137,7 +137,7 @@ def _latency_us(connection: socket.socket, seconds: float) -> float:
 
 
 def _bandwidth_mb_s(connection: socket.socket, seconds: float, most: int) -> float:
-    """What one connection carries, until the other side says that it has got all."""
+    """The throughput of one connection, until the other side confirms that it has received all."""
     connection.sendall(_STREAM)
     chunk = os.urandom(_CHUNK_BYTES)
     begin = time.perf_counter()

@@ -1,6 +1,6 @@
 """Examines hosts for the doctor: over ssh, by agents that start no ranks, all hosts at a time.
 
-A host that cannot be reached, or where a part fails, is a finding like others; the rest goes on.
+A host that cannot be reached, or where a part fails, is a finding like others; the rest continues.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from polyhvd.launch.hosts import facts as host_facts
 from polyhvd.launch.hosts import findings as host_findings
 from polyhvd.launch.hosts import links as host_links
-from polyhvd.launch.hosts.checks import HostChecks, Problem, WayBack
+from polyhvd.launch.hosts.checks import HostChecks, Problem, Route
 from polyhvd.launch.hosts.lists import Host
 from polyhvd.launch.job import agent
 from polyhvd.launch.job.agent_program import examination
@@ -91,7 +91,7 @@ class Survey:
             self._agents[process] = self.findings[host.name]
             self._environments[process] = dict(process.environment)
             self._checks.add(process, [[options.python]], process.environment)
-            self._selector.register(process.stdout, selectors.EVENT_READ, (process, "hear"))
+            self._selector.register(process.stdout, selectors.EVENT_READ, (process, "receive"))
             self._selector.register(process.stderr, selectors.EVENT_READ, (process, "complain"))
 
     def __enter__(self) -> Survey:
@@ -130,16 +130,16 @@ class Survey:
         for problem in self._checks.problems():
             self.findings[problem.host].problems.append(problem)
         for process, findings in self._agents.items():
-            way = self._checks.way_back(process)
-            findings.chosen, findings.why = way.own_address, self._why(way)
+            route = self._checks.route_of(process)
+            findings.chosen, findings.why = route.own_address, self._why(route)
 
-    def _why(self, way: WayBack) -> str:
-        if not way.own_address:
+    def _why(self, route: Route) -> str:
+        if not route.own_address:
             return ""
         if self._options.interface:
-            return f"it leads to {way.endpoint}, which --network-interface {self._options.interface} chose"
-        failed = [f"{address} failed: {reason}" for address, reason in way.failed]
-        return "; ".join([f"it is the route to polyhvdrun at {way.endpoint}", *failed])
+            return f"it leads to {route.endpoint}, which --network-interface {self._options.interface} chose"
+        failed = [f"{address} failed: {reason}" for address, reason in route.failed]
+        return "; ".join([f"it is the route to polyhvdrun at {route.endpoint}", *failed])
 
     def _look_at_hosts(self) -> None:
         packages = {name: list(of) for name, of in self._options.packages.items()}
@@ -158,13 +158,13 @@ class Survey:
         program = b"import os, time\nos.write(1, b'%r\\n' % time.time())\n"
         for _ in range(_CLOCK_READINGS):
             sent: dict[HostAgent, float] = {}
-            heard: dict[HostAgent, float] = {}
-            answers = self._ask(dict.fromkeys(self._living(), program), sent=sent, heard=heard)
+            received: dict[HostAgent, float] = {}
+            answers = self._ask(dict.fromkeys(self._living(), program), sent=sent, received=received)
             for process, (read, *_) in answers.items():
-                exact = (heard[process] - sent[process]) / 2
+                exact = (received[process] - sent[process]) / 2
                 known = self._agents[process].clock
                 if known is None or exact < known[1]:
-                    self._agents[process].clock = (float(read) - heard[process] + exact, exact)
+                    self._agents[process].clock = (float(read) - received[process] + exact, exact)
 
     def _measure_links(self) -> None:
         """Every host to every other one; each is one client and one server at a time."""
@@ -201,25 +201,25 @@ class Survey:
         *,
         to_the_end: bool = True,
         sent: dict[HostAgent, float] | None = None,
-        heard: dict[HostAgent, float] | None = None,
+        received: dict[HostAgent, float] | None = None,
     ) -> dict[HostAgent, list[Any]]:
-        """Have agents run programs, and return what these say, in lines of JSON; of those that fail nothing.
+        """Run programs by agents, and return their output, in lines of JSON; nothing for those that fail.
 
         Args:
             programs: of each agent.
             to_the_end: wait for the ends of the programs, and not for one line of each.
-            sent: gets when each was sent, by the wall clock; and ``heard`` when its first word came.
+            sent: is filled with the wall clock time of each request; ``received``: of its first output.
         """
         self._number -= 1
-        said: dict[HostAgent, bytearray] = {process: bytearray() for process in programs}
+        output: dict[HostAgent, bytearray] = {process: bytearray() for process in programs}
         open_ones = set(programs)
 
         def take(process: HostAgent, number: int, payload: bytes) -> None:
             if number != self._number:
                 return
-            if payload and heard is not None:
-                heard.setdefault(process, time.time())
-            said[process] += payload
+            if payload and received is not None:
+                received.setdefault(process, time.time())
+            output[process] += payload
             if not payload or (not to_the_end and b"\n" in payload):
                 open_ones.discard(process)
 
@@ -232,7 +232,7 @@ class Survey:
             self._turn(deadline, take)
             open_ones -= {process for process in open_ones if process.ended}
         found = {}
-        for process, data in said.items():
+        for process, data in output.items():
             lines = bytes(data).splitlines()
             if lines and process not in open_ones:
                 with contextlib.suppress(ValueError):

@@ -1,10 +1,10 @@
 """Starts and watches the ranks of one host, on that host, for the launcher.
 
-Runs as a process of its own, started directly or through ssh, and gets its program sent: this file and
-``processes.py``, see :mod:`polyhvd.launch.job.agent_program`. So it uses the standard library alone, and
+Runs as a separate process, started directly or through ssh, and is sent its program: this file and
+``processes.py``, see :mod:`polyhvd.launch.job.agent_program`. So it uses only the standard library, and
 nothing newer than Python 3.8. It lives as long as its standard input: when the launcher dies, however it
 dies, every rank and every process that a rank has started is killed. It is two processes: the agent, and
-above it a guard that does the same when the agent is killed. Where the launcher falls silent, the ranks are
+above it a guard that does the same when the agent is killed. If the launcher falls silent, the ranks are
 ended gently.
 
 Frames in both directions: kind, rank, size, payload. The agent writes MAGIC first, since a login
@@ -41,10 +41,10 @@ STARTED = 3  # payload: pid
 #: rank has written came before.
 EXITED = 4
 FAILED = 5  # the rank was not started; payload: exit status, reason
-REPORT = 7  # what a rank has suffered from others, each with a final zero; comes before EXITED
+REPORT = 7  # errors that other ranks have caused in a rank, each with a final zero; sent before EXITED
 NOTICE = 12  # this agent has received the signal that stands in place of a rank
 FACTS = 11  # what the program of the EXAMINE with this number has written; empty: it has ended
-# From a host that has come by itself, see polyhvd/launch/job/joining.py; an agent knows nothing of them
+# From a host that joins by itself, see polyhvd/launch/job/joining.py; agents do not send these
 HELLO = 8  # payload: JSON
 SIGNALLED = 9  # polyhvdrun there has got a signal; payload: number
 OVER = 10  # the agent there has ended, and the host waits for RESULT
@@ -55,21 +55,21 @@ RESULT = 26  # of the job; payload: exit status, and what has failed
 # From the launcher
 JOB = 16  # payload: JSON
 SIGNAL = 17  # to all ranks that still run; payload: number
-SUSPENDED = 18  # nothing more will come until the launcher is continued
+SUSPENDED = 18  # the launcher sends nothing more until it is continued
 HOLD, GO_ON = 19, 20  # hold the output of ranks, since it is not read; pass it on again
 EXAMINE = 21  # payload: a program in Python that looks at this host; in place of a rank a number below 0
 KILL = 22  # the rank in this place of the frame, with its process group
 # From both
-BEAT = 32  # a sign of life, where there is nothing else to send
+BEAT = 32  # a heartbeat, if there is nothing else to send
 
 #: They end a job: each rank gets any of them once.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: They mean something to a rank alone: ranks that catch them get them.
+#: Only ranks that catch them receive them.
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPT_GRACE_S = 5.0  # from SIGINT or SIGHUP to SIGTERM
-REPEAT_S = 1.0  # what comes again sooner is the same signal, sent by two who end the job
+REPEAT_S = 1.0  # a signal that is repeated sooner counts as the same one, sent by two processes
 
-#: Seconds of silence after which the launcher and an agent give each other up, unless a job says otherwise.
+#: Default of the seconds of silence after which the launcher and an agent give each other up.
 HEARTBEAT_TIMEOUT_S = 30.0
 _BEATS = 6  # in that time
 _JOB_TIMEOUT_S = 300.0  # until the launcher sends a job
@@ -111,11 +111,11 @@ def parse_status(payload: bytes) -> tuple[int, str]:
 
 
 class Heartbeat:
-    """When one side has to give a sign of life, and when the other has been silent for too long. Pure.
+    """Decides when to send a heartbeat, and when the other side has been silent for too long. Pure.
 
-    Both the launcher and an agent beat in the very loop that does their work, which waits for nothing else: a
-    thread would beat on when the loop hangs. Whoever was away for a while (stopped, or starved of CPU) has
-    not read yet what came meanwhile, and so gives the other side the whole time anew.
+    The launcher and the agents send heartbeats in the loop that does their work: a thread would continue when
+    the loop hangs. A side that was stopped or starved of CPU has not read yet what arrived meanwhile, so it
+    gives the other side the whole time again.
 
     Args:
         timeout_s: how long the other side may be silent; 0: for ever.
@@ -125,25 +125,25 @@ class Heartbeat:
     def __init__(self, timeout_s: float, now: float) -> None:
         self.timeout_s = timeout_s
         self._interval_s = timeout_s / _BEATS if timeout_s else float("inf")
-        self._heard = self._sent = self._looked = now
+        self._received_at = self._sent = self._looked = now
 
     def received(self, now: float) -> None:
-        """Something has come from the other side."""
-        self._heard = now
+        """Record that something was received from the other side."""
+        self._received_at = now
 
     def is_due(self, now: float) -> bool:
-        """Whether this side has to say something now, which then counts as said."""
+        """Whether this side has to send a heartbeat now, which then counts as sent."""
         if now < self._sent + self._interval_s:
             return False
         self._sent = now
         return True
 
     def is_silent(self, now: float) -> bool:
-        """Whether the other side is to be given up; asked in every turn, after what has come was read."""
+        """Whether to give up the other side; called in every turn, after reading what was received."""
         if now > self._looked + 2 * self._interval_s:
-            self._heard = now
+            self._received_at = now
         self._looked = now
-        return 0 < self.timeout_s <= now - self._heard
+        return 0 < self.timeout_s <= now - self._received_at
 
     def timer_s(self, now: float) -> float:
         """Seconds until this has to be asked again."""
@@ -162,10 +162,10 @@ class Agent:
         self._reports: dict[int, int] = {}  # rank -> descriptor
         self._started = False
         self._paused = False  # the launcher does not keep up; the ranks wait
-        self._held = False  # it has said so
+        self._held = False  # the launcher has requested that
         self._ended = False  # the launcher is gone
         self._heartbeat = Heartbeat(_JOB_TIMEOUT_S, time.monotonic())
-        self._suspended = False  # the launcher has said that it will be silent
+        self._suspended = False  # the launcher has announced that it will be silent
         self._given_up = ""  # why: the launcher was silent for too long
         self._grace_s = 0.0
         self._stays = False  # without ranks, since more may come
@@ -204,15 +204,15 @@ class Agent:
             elif descriptor == self._outlet:
                 self._flush()
             elif descriptor == wake:
-                self._heed_all(wake, os.getpid())
+                self._read_signals(wake, os.getpid())
                 self._reap()
             elif descriptor == self._guard:
-                self._heed_all(self._guard, os.getppid())
+                self._read_signals(self._guard, os.getppid())
             elif descriptor in self._pipes:
                 self._relay(descriptor)
         now = time.monotonic()
         self._take_steps(now)
-        self._exchange_signs_of_life(now)
+        self._exchange_heartbeats(now)
 
     # Signals to this process
 
@@ -227,7 +227,7 @@ class Agent:
                 signal.signal(number, _leave_to_the_loop)
         return wake
 
-    def _heed_all(self, descriptor: int, process: int) -> None:
+    def _read_signals(self, descriptor: int, process: int) -> None:
         """Take the signals that the agent or its guard has got."""
         try:
             numbers = os.read(descriptor, _READ_BYTES)
@@ -239,10 +239,10 @@ class Agent:
             if number == _PARENT_GONE or not self._started:
                 self._ended = self._ended or number != signal.SIGCHLD
             elif number != signal.SIGCHLD:
-                self._heed(number, process, time.monotonic())
+                self._handle_signal(number, process, time.monotonic())
 
-    def _heed(self, number: int, process: int, now: float) -> None:
-        """Do with a signal what the launcher does: pass it on gently, wait, then kill."""
+    def _handle_signal(self, number: int, process: int, now: float) -> None:
+        """Handle a signal as the launcher does: pass it on gently, wait, then kill."""
         before = self._got.setdefault((number, process), now)
         if number in USER_SIGNALS:
             self._pass_on(number, process)
@@ -259,15 +259,15 @@ class Agent:
         else:
             self._pass_on(number, process)
 
-    def _pass_on(self, number: int, who: int) -> None:
-        """Have the ranks get a signal, in a moment, unless they have it; ``who`` 0: the launcher says so."""
+    def _pass_on(self, number: int, sender: int) -> None:
+        """Send a signal to the ranks in a moment, unless they have it; ``sender`` 0: the launcher."""
         now = time.monotonic()
-        if who == _LAUNCHER and now < self._expected.pop(number, -REPEAT_S) + REPEAT_S:
+        if sender == _LAUNCHER and now < self._expected.pop(number, -REPEAT_S) + REPEAT_S:
             return
         if number in self._asked:
-            self._asked[number].add(who)
+            self._asked[number].add(sender)
         elif number not in self._passed:
-            self._asked[number] = {who}
+            self._asked[number] = {sender}
             self._steps.append((now + _SETTLE_S, number))
             self._passed |= {number} & set(STOP_SIGNALS)
 
@@ -292,7 +292,7 @@ class Agent:
 
     # The launcher
 
-    def _exchange_signs_of_life(self, now: float) -> None:
+    def _exchange_heartbeats(self, now: float) -> None:
         if self._heartbeat.is_due(now) and not self._outbox:  # what waits there is as good
             self._send(BEAT, -1, b"")
         if self._suspended:
@@ -303,7 +303,9 @@ class Agent:
     def _give_up(self, now: float) -> None:
         """End the ranks gently: they are cut off from the launcher, which takes this host for lost."""
         where = socket.gethostname()
-        self._given_up = f"nothing was heard of the launcher on {where} for {self._heartbeat.timeout_s:g} s"
+        self._given_up = (
+            f"nothing was received from the launcher on {where} for {self._heartbeat.timeout_s:g} s"
+        )
         text = f"polyhvd agent: {self._given_up}; ending the ranks of this host\n".encode()
         if select.select([], [2], [], 0)[1]:
             with contextlib.suppress(OSError):
@@ -350,7 +352,7 @@ class Agent:
 
     def _send(self, kind: int, rank: int, payload: bytes) -> None:
         if self._given_up and kind in (STDOUT, STDERR) and len(self._outbox) > _OUTBOX_BYTES_MAX:
-            return  # nobody may ever read it, and no rank is to wait for that with its last checkpoint
+            return  # it may never be read, and ranks must not wait for that to write a last checkpoint
         self._outbox += frame(kind, rank, payload)
         self._flush()
 
@@ -557,7 +559,7 @@ def _is_script(path: str) -> bool:
 def _guard(agent: int, alarm: int, patience: int) -> int:
     """Wait for the end of the agent, and kill what it has left; returns its wait status.
 
-    What this process is signalled the agent hears through ``alarm``. An agent that is stopped (SIGSTOP)
+    Signals to this process are passed to the agent through ``alarm``. An agent that is stopped (SIGSTOP)
     watches over nothing, and is killed after the time that it has written to ``patience``.
     """
     patience_s = HEARTBEAT_TIMEOUT_S
@@ -606,7 +608,7 @@ def main(parent: int | None = None) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    heard, alarm = os.pipe()
+    guard, alarm = os.pipe()
     patience, set_patience = os.pipe()
     os.set_blocking(patience, False)
     pid = os.fork()
@@ -614,17 +616,17 @@ def main(parent: int | None = None) -> None:
         for descriptor in (
             inlet,
             outlet,
-            heard,
+            guard,
         ):  # and not `set_patience`, which keeps `patience` from its end
             os.close(descriptor)
         _end_like(_guard(pid, alarm, patience))
     os.close(alarm)
     os.close(patience)
-    os.set_blocking(heard, False)
+    os.set_blocking(guard, False)
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # The end of the guard is seen on `heard`, but not by a process that is stopped.
+    # End of file on `guard` shows that the guard has ended, but not to a process that is stopped.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
-    Agent(inlet, outlet, heard, set_patience).run()
+    Agent(inlet, outlet, guard, set_patience).run()
 
 
 if __name__ == "__main__":

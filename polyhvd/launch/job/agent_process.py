@@ -119,7 +119,7 @@ class AgentStreams:
         """Kill what has outlived the agent where this process can; elsewhere its guard has to do."""
 
     def _greeted(self) -> bool:
-        """Whether it has said that it is an agent."""
+        """Whether it has sent the magic number of an agent."""
         return True
 
     def _unpacked(self, data: bytes) -> bytes:

@@ -37,7 +37,7 @@ _LOGGED = re.compile(
 _EXCEPTION = re.compile(rb"(\w+\.)*[A-Z_]\w*[a-z]\w*(: |$)")
 #: Between the tracebacks of an exception and of what it has led to.
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
-#: Before exceptions that Python prints and goes on from: in destructors, and in functions of atexit.
+#: Precedes exceptions that Python prints and ignores: in destructors, and in functions of atexit.
 _GONE_ON = (b"Exception ignored ", b"Error in atexit.")
 #: A rank that ends with one of these suffered from another one: is_consequence in the table of
 #: csrc/control/error.h, which the launcher does not load.
@@ -59,7 +59,7 @@ class Ending:
     host: str
     status: int  # negative: the signal that killed it
     tail: Sequence[bytes] = field(default=())  # the last lines on its standard error
-    reason: str = ""  # the launcher's own words, where there is no exit status
+    reason: str = ""  # the launcher's explanation, if there is no exit status
     #: Errors that other ranks have caused on this one, as its engine has reported them by itself.
     suffered: Sequence[bytes] = field(default=())
     what: str = "rank"  # "process" in an elastic job, where ranks change
@@ -114,12 +114,12 @@ def had_failed(ending: Ending) -> bool:
 
 def describe(ending: Ending) -> str:
     """One line: which rank, where, and what happened to it."""
-    who = f"{ending.what} {ending.rank} on {ending.host}"
+    name = f"{ending.what} {ending.rank} on {ending.host}"
     if ending.reason:
-        return f"{who} {ending.reason}"
+        return f"{name} {ending.reason}"
     if ending.status < 0:
-        return f"{who} was killed by {_signal_name(-ending.status)}"
-    return f"{who} exited with status {ending.status}"
+        return f"{name} was killed by {_signal_name(-ending.status)}"
+    return f"{name} exited with status {ending.status}"
 
 
 def exit_status(ending: Ending) -> int:

@@ -37,17 +37,17 @@ _INVALID = (ValueError, RecursionError)
 
 
 class Request:
-    """What somebody asks of the job: words, and a way to answer them."""
+    """A request to the job, with its content and the connection for replies."""
 
-    def __init__(self, words: dict[str, Any], connection: socket.socket) -> None:
-        self.words = words
+    def __init__(self, content: dict[str, Any], connection: socket.socket) -> None:
+        self.content = content
         self._connection = connection
 
-    def answer(self, **said: Any) -> None:
-        """Say something; never waits, and does not mind if nobody is there any more."""
+    def answer(self, **fields: Any) -> None:
+        """Send a reply; never waits, and ignores a client that has gone."""
         with contextlib.suppress(OSError):
             self._connection.send(
-                json.dumps(said).encode() + b"\n", socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+                json.dumps(fields).encode() + b"\n", socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
             )
 
     def finish(self, answers: Sequence[dict[str, Any]]) -> None:
@@ -64,7 +64,7 @@ class Request:
             self._connection.sendall(b"".join(json.dumps(each).encode() + b"\n" for each in answers))
 
     def close(self) -> None:
-        """Say no more."""
+        """Close the connection."""
         self._connection.close()
 
 
@@ -72,7 +72,7 @@ class Control:
     """Listens, on a separate thread, with one more for each client: a silent one delays no other.
 
     Args:
-        take: called on a client's thread with what it asks; it must not wait.
+        take: called on a client's thread with its request; it must not wait.
         elastic: whether the job is.
 
     Raises:
@@ -129,10 +129,10 @@ class Control:
             if not (part := connection.recv(4096)):
                 break
             line += part
-        words = json.loads(line)
-        if not isinstance(words, dict):
+        content = json.loads(line)
+        if not isinstance(content, dict):
             return False
-        self._take(Request(words, connection))
+        self._take(Request(content, connection))
         return True
 
 
@@ -161,10 +161,10 @@ class Desk:
         return ""
 
     def take(self, accepted: Callable[[dict[str, Any]], bool]) -> list[Request]:
-        """Take the requests whose words are accepted; the others stay."""
+        """Take the requests whose content is accepted; the others stay."""
         found = [self._requests.popleft() for _ in range(len(self._requests))]
-        self._requests.extendleft(item for item in reversed(found) if not accepted(item.words))
-        return [item for item in found if accepted(item.words)]
+        self._requests.extendleft(item for item in reversed(found) if not accepted(item.content))
+        return [item for item in found if accepted(item.content)]
 
     def close(self) -> None:
         """Listen no more; requests that were not taken are not answered."""
@@ -235,14 +235,14 @@ def limit_s(text: str) -> float:
 
 
 def request(
-    job: int, words: dict[str, Any], heard: Callable[[dict[str, Any]], None], timeout_s: float = 600.0
+    job: int, content: dict[str, Any], on_reply: Callable[[dict[str, Any]], None], timeout_s: float = 600.0
 ) -> None:
     """Send a request to a launcher, and pass its answers on until it closes the connection.
 
     Args:
         job: process id of its launcher.
-        words: the request.
-        heard: called with each answer.
+        content: the request.
+        on_reply: called with each reply.
         timeout_s: limit for the whole call, in seconds; the first answer has to arrive within 10 s.
 
     Raises:
@@ -256,16 +256,18 @@ def request(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(min(timeout_s, _CLIENT_TIMEOUT_S))
         connection.connect(place)
-        if not _may_answer(job, *network.peer(connection)):
+        if not _is_trusted(job, *network.peer(connection)):
             raise PermissionError(f"job {job} did not answer: another user's process has its name")
         count, data = 0, b""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has let go of us
-            connection.sendall(json.dumps(words).encode() + b"\n")
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # the launcher has closed the connection
+            connection.sendall(json.dumps(content).encode() + b"\n")
             while part := connection.recv(4096):
                 *lines, data = (data + part).split(b"\n")
                 for line in lines:
                     count += 1
-                    heard(_decoded(job, line))
+                    on_reply(_decoded(job, line))
                 if len(data) > _LINE_BYTES_MAX:
                     raise OSError(f"job {job} has sent an invalid answer")
                 if (left_s := deadline - time.monotonic()) <= 0:
@@ -278,9 +280,9 @@ def request(
 
 def _decoded(job: int, line: bytes) -> dict[str, Any]:
     with contextlib.suppress(*_INVALID):
-        words = json.loads(line)
-        if isinstance(words, dict):
-            return words
+        content = json.loads(line)
+        if isinstance(content, dict):
+            return content
     raise OSError(f"job {job} has sent an invalid answer")
 
 
@@ -290,12 +292,12 @@ def _places(*, fixed: bool = False) -> dict[int, str]:
     for prefix in (_FIXED_PREFIX, _PREFIX) if fixed else (_PREFIX,):
         for name, process, user in network.abstract_listeners(prefix):
             number, _, _ = name.removeprefix(f"\0{prefix}").partition("-")
-            if number.isdecimal() and number.isascii() and _may_answer(int(number), process, user):
+            if number.isdecimal() and number.isascii() and _is_trusted(int(number), process, user):
                 found[int(number)] = name
     return found
 
 
-def _may_answer(job: int, process: int, user: int) -> bool:
+def _is_trusted(job: int, process: int, user: int) -> bool:
     """Whether a listener is the launcher of a job, and of a user to be trusted."""
     # A process of another container that shares this network has the process id 0 here.
     return process in (job, 0) and (user == os.geteuid() or (os.geteuid() == 0 and process == job))

@@ -41,7 +41,7 @@ __all__ = ["main", "run_function"]
 
 _BY_MPI = "--mpi"
 _FUNCTION, _RESULT, _ERROR = "run/function", "run/result", "run/error"
-#: How long a rank that has failed tries to say what with.
+#: How long a rank that has failed tries to send its exception.
 _ERROR_TIMEOUT_S = 10.0
 _INTERRUPTED_STATUS = 130
 _SECONDS_MAX = 1e6  # as of settings
@@ -154,7 +154,7 @@ def _run_by_mpi(
         settings = {**spec.env, "POLYHVD_RENDEZVOUS": server.endpoint, "POLYHVD_SECRET": secret}
         given = [name for name in spec.env if not name.startswith(("POLYHVD_", "HOROVOD_", "PYTHONPATH"))]
         extra = [word for name in given for word in ("-x", name)] if launcher.open_mpi else []
-        words, env = launcher.command(
+        command, env = launcher.command(
             [*spec.argv, _BY_MPI],
             spec.hosts,
             size,
@@ -162,7 +162,7 @@ def _run_by_mpi(
             ssh,
             [*extra, *shlex.split(mpi_args)],
         )
-        if status := _run_program(words, env, spec.term_grace_s, outputs):
+        if status := _run_program(command, env, spec.term_grace_s, outputs):
             failure = RuntimeError(f"{launcher.path} ended with status {status}")
             errors = [error for rank in range(size) if (error := _error_of(rank, client))]
             # The others' are what that of the first has led to.
@@ -174,12 +174,12 @@ def _run_by_mpi(
 
 
 def _run_program(
-    words: list[str], env: dict[str, str], grace_s: float, outputs: Sequence[int | TextIO]
+    command: list[str], env: dict[str, str], grace_s: float, outputs: Sequence[int | TextIO]
 ) -> int:
     """Run a program that prints to these outputs, and return its exit status."""
     pipes = [output if isinstance(output, int) else subprocess.PIPE for output in outputs]
     with subprocess.Popen(
-        words, env=env, stdin=subprocess.DEVNULL, stdout=pipes[0], stderr=pipes[1]
+        command, env=env, stdin=subprocess.DEVNULL, stdout=pipes[0], stderr=pipes[1]
     ) as process:
         pumps = [
             threading.Thread(target=_pump, args=(pipe, output), daemon=True)
@@ -204,7 +204,7 @@ def _run_program(
 def _pump(pipe: IO[bytes], output: TextIO) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while data := os.read(pipe.fileno(), 65536):
-        with contextlib.suppress(OSError, ValueError):  # it was closed: the program goes on
+        with contextlib.suppress(OSError, ValueError):  # it was closed: the program continues
             output.write(decoder.decode(data))
             output.flush()
 
@@ -251,7 +251,7 @@ def _stream(file: TextIO | None, descriptor: int) -> int | TextIO:
 
 
 def _load_result(rank: int, value: bytes) -> Any:
-    # Written by our own ranks: everybody who can write here knows the job's secret.
+    # Written by ranks of this job: only processes with the job's secret can write here.
     try:
         return cloudpickle.loads(value)
     except Exception as error:
@@ -279,7 +279,7 @@ def _check(job: Job, status: int, client: Client) -> None:
 
 
 def _error_of(rank: int, client: Client) -> Exception | str:
-    """The exception of a rank; why it cannot be had; or nothing, where it has said nothing."""
+    """The exception of a rank, why it is not available, or an empty text if it has sent none."""
     try:
         (value,) = client.gather(f"{_ERROR}/{rank}", 1, 0.0)
     except StoreError:

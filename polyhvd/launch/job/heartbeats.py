@@ -25,7 +25,7 @@ class Heartbeats:
         self._beats: dict[HostAgent, agent.Heartbeat] = {}
 
     def received_from(self, process: HostAgent) -> None:
-        """Something has come from an agent, or there is a reason why nothing has."""
+        """Something was received from an agent, or there is a reason for its silence."""
         if process in self._beats:
             self._beats[process].received(time.monotonic())
 

@@ -1,6 +1,6 @@
 """Runs one job: ranks on hosts, from the first agent to the last exit.
 
-What follows when a rank fails is the policy's to say. Signals to the launcher are passed on, gently first.
+The policy decides what follows when a rank fails. Signals to the launcher are passed on, gently first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["Job", "JobSpec"]
 
 #: After a signal: how long a reader may leave our output where it is.
 _STUCK_OUTPUT_S = 2.0
-#: While nobody reads our output: how long agents go on, and how much of what one says is kept until then.
+#: While the launcher's output is not read: how long agents continue, and bytes kept of each one.
 _HOLD_AFTER_S = 0.5
 _ASIDE_BYTES_MAX = 4 << 20
 
@@ -58,7 +58,7 @@ class Job:
         """Open the rendezvous; raises ValueError or OSError where there is no usable address."""
         self._spec = spec
         self._output = output
-        self.say = output.say
+        self.report = output.report
         self._heartbeats = Heartbeats(spec.heartbeat_timeout_s)
         self.secret = spec.secret or new_secret()
         self._local = [] if spec.agents else [network.is_local(host.name) for host in spec.hosts]
@@ -125,7 +125,7 @@ class Job:
         """Start the ranks and return the job's exit status at the end; raises HostsUnfitError."""
         with passing_signals_to(self._alarm):
             if (problem := self._desk.open()) and (self._ranks.renews or self._spec.verbose):
-                self._output.say(f"polyhvd status and polyhvd leave cannot reach this job: {problem}")
+                self._output.report(f"polyhvd status and polyhvd leave cannot reach this job: {problem}")
             self._start_agents()
             start_by = time.monotonic() + self._spec.start_timeout_s
             self._start_ranks(self._check_hosts(start_by))
@@ -182,9 +182,9 @@ class Job:
             process.start(self._order(own, process, endpoint))
         if self._spec.verbose and self._unstarted:
             if self._spec.found:
-                self._output.say(self._spec.found)
+                self._output.report(self._spec.found)
             size, count = len(self._spec.placements), len(self._agents)
-            self._output.say(f"{size} ranks on {count} hosts; rendezvous at {endpoint}")
+            self._output.report(f"{size} ranks on {count} hosts; rendezvous at {endpoint}")
         self._checks = self._admission
         if self._ranks.wake is not None:
             self._selector.register(self._ranks.wake, selectors.EVENT_READ, self._ranks)
@@ -233,7 +233,7 @@ class Job:
                 process.send(agent.KILL, number=member)
 
     def _agent_on(self, host: Host, number: int) -> HostAgent:
-        """The agent on a host of an elastic job; a new one is to say first whether the host is fit."""
+        """The agent on a host of an elastic job; a new one has to report first whether the host is fit."""
         while number >= len(self._hosts):
             self._hosts.append(host)
             self._local.append(network.is_local(host.name))
@@ -262,7 +262,7 @@ class Job:
         if cause is not None:
             self._verdict.add(cause)
         if reason:
-            self._output.say(reason)
+            self._output.report(reason)
         self._stopping.plan_after_failure(time.monotonic())
 
     def finish(self) -> None:
@@ -280,14 +280,14 @@ class Job:
     # Requests of commands
 
     def _ring(self) -> None:
-        """Something is on the desk; on its thread. No signal has this number."""
+        """Wake the loop, since a request has arrived; on the desk's thread. No signal has the number 0."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._alarm, b"\0")
 
     def _answer(self, now: float) -> None:
-        """Answer those that ask for the status; what others ask may print, and waits for a reader of it."""
-        for request in self._desk.take(lambda words: "status" in words or not self._awaiting):
-            if "status" in request.words:
+        """Answer requests for the status; other requests may print, and wait until the output is read."""
+        for request in self._desk.take(lambda content: "status" in content or not self._awaiting):
+            if "status" in request.content:
                 job = {
                     "job": os.getpid(),
                     "elastic": self._ranks.renews,
@@ -335,7 +335,7 @@ class Job:
                 self._forward_signals()
                 continue
             if key.data is self._ranks:
-                continue  # their turn comes below
+                continue  # handled below
             process, read = key.data
             if read == process.complain:
                 if not process.ended and not process.complain():
@@ -362,7 +362,7 @@ class Job:
             self._give_up(process)
 
     def _catch_up(self) -> None:
-        """Take what was put aside while nobody read our output."""
+        """Process what was put aside while the launcher's output was not read."""
         while self._unfinished:
             self._output.finish(self._unfinished.pop())
         for process in self._agents:
@@ -370,14 +370,14 @@ class Job:
                 self._take(process)
 
     def _give_up(self, process: HostAgent) -> None:
-        """Nothing has come from this agent for too long: its host counts as lost."""
+        """Treat the host of an agent that was silent for too long as lost."""
         self._lost = True
         process.kill()
         process.ended = True
         self._agent_ended(
             process,
-            f"was lost: nothing was heard of {process.host} for {self._heartbeats.silence_s:g} s (is its "
-            f"network cut, or {process.program} stopped?); the ranks there end by themselves",
+            f"was lost: nothing was received from {process.host} for {self._heartbeats.silence_s:g} s (is "
+            f"its network cut, or {process.program} stopped?); the ranks there end by themselves",
         )
 
     def _timer_s(self, *others: float) -> float | None:
@@ -393,29 +393,29 @@ class Job:
             self._send(number)
 
     def _await_reader(self, descriptor: int) -> bool:
-        """Nobody reads our output for now: the job waits, but can be stopped. See Output.
+        """Wait until the launcher's output is read, while the job can be stopped. See Output.
 
-        Meanwhile heartbeats go both ways, and what agents send is put aside. After a while agents are asked
-        to hold the output of their ranks, so that only those fall silent that are lost.
+        Meanwhile heartbeats are exchanged, and what agents send is put aside. After a while agents have to
+        hold the output of their ranks, so that only lost agents are silent.
         """
         self._awaiting, give_up_at = True, float("inf")
         hold_at = time.monotonic() + _HOLD_AFTER_S
-        unheard: set[HostAgent] = set()  # from whom nothing more will come
+        at_end: set[HostAgent] = set()  # agents that will send no more
         try:
             while not self._stopping.at_once:
                 if self._stopping.received or self._lost:
                     give_up_at = min(give_up_at, time.monotonic() + _STUCK_OUTPUT_S)
                 until = give_up_at if self._holding else min(give_up_at, hold_at)
-                ready = self._poll(descriptor, until, unheard)
+                ready = self._poll(descriptor, until, at_end)
                 if descriptor in ready:
                     return True
                 if self._wake in ready:
-                    self._forward_signals(say=False)
+                    self._forward_signals(report=False)
                 now = time.monotonic()
                 self._answer(now)
                 self._stop_what_is_due(now)
-                for process in unheard:
-                    if process.is_done():  # and will be silent for as long as nobody reads
+                for process in at_end:
+                    if process.is_done():  # it stays silent until the output is read
                         self._heartbeats.received_from(process)
                 for process in self._heartbeats.exchange(self._agents, now, self._judges):
                     self._give_up(process)
@@ -431,27 +431,27 @@ class Job:
                 self._holding = False
                 self._send_all(agent.GO_ON)
 
-    def _poll(self, descriptor: int, until: float, unheard: set[HostAgent]) -> set[int]:
-        """Wait for a reader, a signal, a time or an agent, whose words are put aside; what is ready."""
+    def _poll(self, descriptor: int, until: float, at_end: set[HostAgent]) -> set[int]:
+        """Wait for a reader, a signal, a time or an agent, whose output is put aside; what is ready."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         poll.register(descriptor, select.POLLOUT)
-        heard = {}
+        polled = {}
         for process in self._agents:
-            if process.ended or process in unheard:
+            if process.ended or process in at_end:
                 continue
             if self._holding or process.unread_bytes < _ASIDE_BYTES_MAX:
-                heard[process.stdout.fileno()] = process
+                polled[process.stdout.fileno()] = process
                 poll.register(process.stdout, select.POLLIN)
             else:
                 self._heartbeats.received_from(process)  # it waits for us
         timer_s = self._timer_s(*([until] if until < float("inf") else []))
         ready = {fd for fd, _ in poll.poll(None if timer_s is None else 1000 * timer_s)}
-        for fd in ready & heard.keys():
-            if heard[fd].put_aside():
-                self._heartbeats.received_from(heard[fd])
+        for fd in ready & polled.keys():
+            if polled[fd].put_aside():
+                self._heartbeats.received_from(polled[fd])
             else:
-                unheard.add(heard[fd])
+                at_end.add(polled[fd])
         return ready
 
     def _judges(self, process: HostAgent) -> bool:
@@ -473,7 +473,7 @@ class Job:
                 self._output.write(rank, kind, payload)
             elif kind == agent.STARTED and self._spec.verbose:
                 pid, _ = agent.parse_status(payload)
-                self._output.say(f"rank {rank} is pid {pid} on {process.host}")
+                self._output.report(f"rank {rank} is pid {pid} on {process.host}")
             elif kind == agent.REPORT:
                 self._verdict.report(rank, payload)
             elif kind == agent.EXITED:
@@ -490,7 +490,9 @@ class Job:
             elif kind == agent.NOTICE and rank == signal.SIGTERM:
                 self._ranks.host_leaves(self._agents.number_of(process), time.monotonic())
             elif kind == agent.SIGNALLED:
-                self._heed(agent.parse_status(payload)[0], time.monotonic(), say=not self._awaiting)
+                self._handle_signal(
+                    agent.parse_status(payload)[0], time.monotonic(), report=not self._awaiting
+                )
         if process.ended:
             self._agent_ended(process)
 
@@ -547,7 +549,7 @@ class Job:
     # Ending
 
     def _stop_others(self, now: float) -> None:
-        """A rank has failed a while ago: end the others."""
+        """End the other ranks after one has failed."""
         for process in self._agents:
             living = [rank for rank in process.ranks if rank in self._running]
             self._verdict.add_late([self._ending(rank, process, 1) for rank in living])
@@ -564,7 +566,7 @@ class Job:
             if not number:
                 process.kill()
 
-    def _forward_signals(self, *, say: bool = True) -> None:
+    def _forward_signals(self, *, report: bool = True) -> None:
         with contextlib.suppress(BlockingIOError):
             for number in os.read(self._wake, 4096):
                 if number in agent.USER_SIGNALS:
@@ -572,7 +574,7 @@ class Job:
                 elif number == signal.SIGTSTP:
                     self._suspend()
                 elif number in agent.STOP_SIGNALS:
-                    self._heed(number, time.monotonic(), say=say)
+                    self._handle_signal(number, time.monotonic(), report=report)
 
     def _send_all(self, kind: int) -> None:
         for process in self._agents:
@@ -580,30 +582,32 @@ class Job:
                 process.send(kind)
 
     def _suspend(self) -> None:
-        """Ctrl-Z: stop, as any program does. The ranks go on, and agents expect no heartbeats meanwhile."""
+        """Stop on Ctrl-Z, as any program does. The ranks continue, and agents expect no heartbeats."""
         self._send_all(agent.SUSPENDED)
         stop_like_others()
         for process in self._agents:
             self._heartbeats.received_from(process)
         self._send_all(agent.BEAT)
 
-    def _heed(self, number: int, now: float, *, say: bool) -> None:
+    def _handle_signal(self, number: int, now: float, *, report: bool) -> None:
         """The launcher or an agent has received a signal that ends the job."""
         if self._stopping.receive(number, now):
             self._ranks.stop(now, notice=number == signal.SIGTERM)
-            if say:
-                self._output.say(f"{signal.Signals(number).name}: stopping the ranks; once more to kill them")
+            if report:
+                self._output.report(
+                    f"{signal.Signals(number).name}: stopping the ranks; once more to kill them"
+                )
 
     def _conclude(self) -> int:
         self._catch_up()
         failed = self._verdict.failed or self.signalled
         if text := self._ranks.summary(failed=failed):
-            self._output.say(text)
+            self._output.report(text)
         status = self._verdict.conclude(self._stopping.received)
         if self.cause is not None:
             *lines, last = self._verdict.lines()
             for line in lines:
-                self._output.say(line)
-            self._output.say(last, alarm=True)
+                self._output.report(line)
+            self._output.report(last, alarm=True)
             self._output.quote(self.cause.rank, trim(traceback_lines(self.cause.tail)))
         return status

@@ -1,6 +1,6 @@
-"""polyhvdrun on a host that is not the first: carries what its agent says to the first host's, and back.
+"""polyhvdrun on a host that is not the first: forwards messages between its agent and the first host.
 
-It has no part in what is decided. When its ranks have ended it waits for the result of the whole job.
+It takes no part in decisions. When its ranks have ended it waits for the result of the whole job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Result:
     """How the job has ended."""
 
     status: int
-    failure: str = ""  # what to tell of it, if it has failed
+    failure: str = ""  # message if it has failed
 
 
 def reach(
@@ -58,7 +58,7 @@ def reach(
         deadline: by time.monotonic(); until then it is tried again.
 
     Raises:
-        JoinError: nobody is there until then, or has another secret.
+        JoinError: there is no answer until then, or the first host has another secret.
     """
     where = network.endpoint_text(host, port)
     lookup, tries = Lookup(host), 0
@@ -122,14 +122,14 @@ class Follower:
         self._local: LocalAgent | None = None
         self._over = False  # our agent has ended
         self._result: Result | None = None
-        self._gone = ""  # why the first host will say no more
+        self._lost_reason = ""  # why the connection to the first host is lost
         self._heartbeat: agent.Heartbeat | None = None
         self._suspended = False
         self._selector = selectors.DefaultSelector()
         self._wake, self._alarm = os.pipe()
 
     def run(self, slots: int, hosts: int, version: str) -> Result:
-        """Serve the first host until it tells the job's result.
+        """Serve the first host until it sends the job's result.
 
         Args:
             slots: how many ranks this host takes.
@@ -148,11 +148,13 @@ class Follower:
         self._send(agent.HELLO, -1, json.dumps(hello).encode())
         try:
             with self._forwarding_signals():
-                while self._result is None and not (self._gone and self._is_over()):
+                while self._result is None and not (self._lost_reason and self._is_over()):
                     self._turn()
         finally:
             self._close()
-        return self._result or Result(1, f"{self._leader} is gone before the end of the job: {self._gone}")
+        return self._result or Result(
+            1, f"{self._leader} is gone before the end of the job: {self._lost_reason}"
+        )
 
     def _is_over(self) -> bool:
         return self._local is None or self._over
@@ -161,7 +163,7 @@ class Follower:
         self._watch()
         for key, _ in self._selector.select(self._timer_s()):
             if key.fileobj is self._wake or key.fd == self._wake:
-                self._heed()
+                self._forward_signals()
             elif key.fileobj is self._socket:
                 self._converse(key.events)
             elif self._local is not None and key.fileobj is self._local.stdout:
@@ -174,7 +176,7 @@ class Follower:
 
     def _watch(self) -> None:
         """Wait for what can be done: nothing more is read of the agent than the first host takes."""
-        if not self._gone:
+        if not self._lost_reason:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
             self._selector.modify(self._socket, events)
         if self._local is None or self._over:
@@ -198,16 +200,16 @@ class Follower:
 
     def _look_at_the_time(self, now: float) -> None:
         if self._heartbeat is None:
-            if now >= self._start_by and self._result is None and not self._gone:
+            if now >= self._start_by and self._result is None and not self._lost_reason:
                 raise JoinError(f"{self._leader} has not begun in time: do all hosts run polyhvdrun?")
             return
-        if self._heartbeat.is_due(now) and self._over and not self._outbox:  # until then the agent says more
+        if self._heartbeat.is_due(now) and self._over and not self._outbox:  # until then the agent sends more
             self._send(agent.BEAT, -1)
         if self._suspended:
             self._heartbeat.received(now)
-        if self._heartbeat.is_silent(now) and not self._gone:
+        if self._heartbeat.is_silent(now) and not self._lost_reason:
             # The agent notices the same, and ends its ranks gently.
-            self._lose(f"nothing was heard of it for {self._heartbeat.timeout_s:g} s")
+            self._lose(f"nothing was received from it for {self._heartbeat.timeout_s:g} s")
 
     # The first host
 
@@ -250,8 +252,8 @@ class Follower:
         if kind == agent.REFUSED:
             raise JoinError(f"{self._leader} does not take this host: {payload.decode('utf-8', 'replace')}")
         if kind == agent.RESULT:
-            said = json.loads(payload)
-            self._result = Result(int(said.get("status", 1)), str(said.get("failure", "")))
+            fields = json.loads(payload)
+            self._result = Result(int(fields.get("status", 1)), str(fields.get("failure", "")))
         elif kind == agent.JOB:
             self._start(json.loads(payload))
         elif self._local is None:
@@ -272,13 +274,13 @@ class Follower:
         self._local.start(job)
 
     def _lose(self, reason: str) -> None:
-        if not self._gone:
-            self._gone = reason
+        if not self._lost_reason:
+            self._lost_reason = reason
             self._outbox.clear()
             self._selector.unregister(self._socket)
 
     def _send(self, kind: int, rank: int, payload: bytes = b"") -> None:
-        if not self._gone:
+        if not self._lost_reason:
             self._outbox += self._signed.seal(agent.frame(kind, rank, payload))
             with contextlib.suppress(OSError):  # is seen when it is read
                 self._flush()
@@ -311,7 +313,7 @@ class Follower:
         former_alarm = signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
         for number in former:
             signal.signal(number, _leave_to_the_loop)
-        # The first host alone can suspend the job: with this process stopped it would count as lost.
+        # Only the first host can suspend the job: if this process stopped, this host would count as lost.
         former[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         try:
             yield
@@ -320,8 +322,8 @@ class Follower:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(former_alarm)
 
-    def _heed(self) -> None:
-        """The whole job is to hear of it; our own ranks do at once."""
+    def _forward_signals(self) -> None:
+        """Send the signals to the first host, and to the ranks here at once."""
         with contextlib.suppress(BlockingIOError):
             for number in os.read(self._wake, 4096):
                 if number not in (*agent.STOP_SIGNALS, *agent.USER_SIGNALS):

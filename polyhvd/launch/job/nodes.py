@@ -31,7 +31,7 @@ from polyhvd.launch.job.output import Output
 from polyhvd.launch.job.situation import Situation, answers
 from polyhvd.launch.providers.arriving import Arrivals, ArrivedAgent, ArrivedAgents, LateError, ranks_secret
 from polyhvd.launch.providers.local_agents import LocalAgents
-from polyhvd.launch.providers.meeting import given_secret, told_to_all
+from polyhvd.launch.providers.meeting import exposed_secret, given_secret
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import derive_secret
 
@@ -81,9 +81,9 @@ def run(programs: list[argparse.Namespace], spec_of: Specify, output_of: Print) 
     else:
         part = _lead if nodes.number == 0 else _follow
         try:
-            with _told_by_sigterm():
+            with _ended_by_sigterm():
                 result = part(nodes, spec, secret, options, output_of)
-        except _ToldToEnd:
+        except _TerminatedError:
             result = Result(128 + signal.SIGTERM, "polyhvdrun was asked to end before the job had begun")
     if options.sagemaker and result.status != 0:
         try:
@@ -93,20 +93,20 @@ def run(programs: list[argparse.Namespace], spec_of: Specify, output_of: Print) 
     return result.status
 
 
-class _ToldToEnd(BaseException):
-    """SIGTERM has come."""
+class _TerminatedError(BaseException):
+    """SIGTERM was received."""
 
 
 @contextlib.contextmanager
-def _told_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end waits for other hosts: the first process of a container is deaf to it by default."""
+def _ended_by_sigterm() -> Iterator[None]:
+    """End waits for other hosts on SIGTERM, which the first process of a container ignores by default."""
 
-    def tell(*_: object) -> None:
-        raise _ToldToEnd
+    def on_sigterm(*_: object) -> None:
+        raise _TerminatedError
 
     former = signal.getsignal(signal.SIGTERM)
     if former == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, tell)
+        signal.signal(signal.SIGTERM, on_sigterm)
     try:
         yield
     finally:
@@ -205,7 +205,7 @@ def _with_hyperparameters(command: list[str]) -> list[str]:
 def _secret(nodes: Nodes) -> bytes:
     launched = Launched.from_environment()
     secret = given_secret(launched)
-    if warning := told_to_all(launched):
+    if warning := exposed_secret(launched):
         print(f"polyhvdrun: {warning}", file=sys.stderr)
     if len(nodes.names) > 1 and not secret:
         if not Settings.from_environment().trust_network:
@@ -273,7 +273,7 @@ def _status(arrivals: Arrivals, names: Sequence[str], command: str) -> Iterator[
     job = {"job": os.getpid(), "elastic": False, "command": command, "started": time.time()}
 
     def answer(request: Request) -> None:
-        if "status" not in request.words:
+        if "status" not in request.content:
             request.close()
             return
         absent = [name for number, name in enumerate(names) if number and number not in arrivals.arrived]

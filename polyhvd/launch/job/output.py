@@ -157,7 +157,7 @@ class Output:
         for state in self._ranks.values():
             state.tail.clear()
 
-    def say(self, text: str, *, alarm: bool = False) -> None:
+    def report(self, text: str, *, alarm: bool = False) -> None:
         """Print a message of the launcher itself to standard error."""
         line = f"polyhvdrun: {text}"
         if alarm:
@@ -183,7 +183,9 @@ class Output:
                 view = view[file.write(view) :]
         except OSError as error:
             self._copying = False
-            self.say(f"cannot write {file.name}: {error.strerror}; the job goes on, its output is here alone")
+            self.report(
+                f"cannot write {file.name}: {error.strerror}; the job continues, its output is only printed"
+            )
 
     def _open_files(self, state: _Rank, folder: Path, mode: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -258,7 +260,9 @@ class Output:
             except OSError as error:
                 self._closed.add(stream)
                 if stream == STDOUT and error.errno != errno.EPIPE:  # else nobody reads any more
-                    self.say(f"cannot write standard output: {error.strerror}; the job goes on without it")
+                    self.report(
+                        f"cannot write standard output: {error.strerror}; the job continues without it"
+                    )
 
     def _write_text(self, stream: int, text: str) -> None:
         if stream in self._closed:

@@ -77,7 +77,7 @@ class StopAtFirstFailure:
 
 
 class LetOthersFinish:
-    """A rank that fails stops nobody: the others end by themselves, if they can do without it."""
+    """A rank that fails stops no others: they end by themselves, if they can continue without it."""
 
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
         """Let the others go on."""

@@ -1,6 +1,6 @@
-"""The processes below this one: who they are, and how they get signals.
+"""The descendants of this process: finds them and sends them signals.
 
-A part of the agent's program, see :mod:`polyhvd.launch.job.agent_program`: the standard library alone.
+A part of the agent's program, see :mod:`polyhvd.launch.job.agent_program`: uses only the standard library.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def descendants() -> set[int]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return set()  # so that nobody has to look at all processes of a large host
+        return set()  # scanning all processes of a large host would take too long
     children = _children()
     found: set[int] = set()
     queue = [os.getpid()]

@@ -34,7 +34,7 @@ class Program:
 def lay_out(parts: Sequence[Part]) -> tuple[list[Host], list[Placement], list[Program]]:
     """Place the programs one after the other: ranks are consecutive, the first program's first.
 
-    A program without hosts of its own fills the slots that the first one has left on its hosts.
+    A program without hosts fills the slots that the first one leaves free on its hosts.
 
     Raises:
         HostsError: a program has no ranks, or more than there are slots for it.
@@ -58,12 +58,12 @@ def lay_out(parts: Sequence[Part]) -> tuple[list[Host], list[Placement], list[Pr
         names.setdefault(host.name, len(names))
         slots += [0] * (len(names) - len(slots))
         slots[names[host.name]] += host.slots
-    left = [names[host.name] for host in shared for _ in range(min(host.slots, size))]
+    free = [names[host.name] for host in shared for _ in range(min(host.slots, size))]
     positions: list[int] = []
     programs = []
     for number, part in enumerate(parts, 1):
         own = number > 1 and part.hosts is not None
-        pool = left
+        pool = free
         if own:
             pool = [names[host.name] for host in part.hosts or () for _ in range(min(host.slots, size))]
         if part.size > len(pool):
@@ -75,7 +75,7 @@ def lay_out(parts: Sequence[Part]) -> tuple[list[Host], list[Placement], list[Pr
         programs.append(Program(part.argv, range(len(positions), len(positions) + part.size), part.env))
         positions += pool[: part.size]
         if not own:
-            del left[: part.size]
+            del free[: part.size]
     for name, position in names.items():
         check_number(name, positions.count(position))
     hosts = [Host(name, slots[position]) for name, position in names.items()]

@@ -101,7 +101,7 @@ class FixedRanks:
         self._begun_at: float | None = None
 
     def begin(self, job: DrivenJob, now: float) -> None:
-        """Nothing is left to start."""
+        """Whether nothing more will be started."""
         self._begun_at = now
 
     def turn(self, now: float) -> None:

@@ -37,7 +37,7 @@ def passing_signals_to(alarm: int) -> Iterator[None]:
 
 
 def stop_like_others() -> None:
-    """Stop, as Ctrl-Z has any other program do; returns when somebody continues this process."""
+    """Stop as other programs do on Ctrl-Z; returns when this process is continued."""
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     signal.raise_signal(signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, handler)

@@ -43,7 +43,7 @@ class JobSpec:
     term_grace_s: float = 30.0  # from SIGTERM to SIGKILL
     policy: FailurePolicy = field(default_factory=StopAtFirstFailure)
     elastic: Elastic | None = None  # then no rank is placed yet, and ``policy`` is not asked
-    found: str = ""  # for messages: the allocation that has the hosts, where nobody has named them
+    found: str = ""  # for messages: the allocation with the hosts, if the user has named none
     way: str = ""  # for messages: the program that starts agents; empty: none, and ssh for other hosts
     verbose: bool = False
 
@@ -131,7 +131,7 @@ def working_directory() -> str:
 
 
 def address_of(spec: JobSpec, local: Sequence[bool]) -> str:
-    """Where the rendezvous of a job listens at first; ``local`` says of each host whether it is this one.
+    """Where the rendezvous of a job listens at first; ``local``: whether each host is this one.
 
     Raises:
         ValueError: there is no such interface, or the ranks of this host could not reach the rendezvous.

@@ -63,14 +63,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _ask(job: int, timeout_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {"slots": [], "hosts": []}
 
-    def hear(words: dict[str, Any]) -> None:
-        for name, value in words.items():
+    def on_reply(content: dict[str, Any]) -> None:
+        for name, value in content.items():
             if name in ("slots", "hosts") and isinstance(value, list):
                 found[name] += value
             else:
                 found[name] = value
 
-    control.request(job, {"status": True}, hear, timeout_s)
+    control.request(job, {"status": True}, on_reply, timeout_s)
     if "error" in found:
         raise OSError(str(found["error"]))
     if not found.pop("end", False):

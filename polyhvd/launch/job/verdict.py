@@ -19,7 +19,7 @@ class Verdict:
 
     def __init__(self, noun: str) -> None:
         self._noun = noun
-        self.status = 0  # of the job, where no rank's says it
+        self.status = 0  # of the job, if no rank has one
         self.cause: Ending | None = None  # of the job's failure, after :meth:`conclude`
         self._failures: list[Ending] = []  # before the others were stopped, in their order
         self._late: list[Ending] = []  # of ranks that had failed when they were stopped

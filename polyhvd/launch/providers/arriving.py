@@ -1,8 +1,8 @@
-"""Hosts that come by themselves: each runs polyhvdrun, and the first one's starts the ranks of all.
+"""Hosts that join by themselves: each runs polyhvdrun, and the first host's starts the ranks of all.
 
-The others connect to it over TCP and prove the secret that all were given. What an agent says and is told
-then travels over that connection, signed, which outlives the agent: every host waits for the result of the
-whole job. The secret of the ranks does not travel: both sides derive it.
+The others connect to it over TCP and prove the secret that all were given. The signed connection then carries
+the messages to and from the agent, and outlives it: every host waits for the result of the whole job. The
+secret of the ranks is not sent: both sides derive it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["PURPOSE", "Arrivals", "ArrivedAgent", "ArrivedAgents", "LateError", 
 PURPOSE = "agent"
 _BACKLOG = 1024
 _LOOK_S = 0.2
-_FAREWELL_S = 5.0
+_CONCLUDE_S = 5.0
 
 
 class LateError(OSError):
-    """Not all hosts have come in time."""
+    """Not all hosts have connected in time."""
 
 
 def ranks_secret(secret: bytes, nonce: str) -> str:
@@ -56,14 +56,14 @@ class ArrivedAgent(AgentStreams):
         """Take over a connection that has proved its secret and said hello."""
         self._signed = signed
         self.slots = slots
-        # Of this host, as that one reaches it; a socket that takes both versions of IP tells it as IPv6.
+        # Of this host, as that one reaches it; a socket for both versions of IP returns it as IPv6.
         self.address = str(connection.getsockname()[0]).removeprefix("::ffff:")
         self._nonce = nonce
         self._socket = connection
         self._lost = False
         self._status = 0
-        silent, nobody = os.pipe()  # what it has to complain about it prints where it is
-        os.close(nobody)
+        silent, write_end = os.pipe()  # it prints its complaints on its host
+        os.close(write_end)
         # A selector waits for each direction by itself.
         stdin, stdout = (os.fdopen(os.dup(connection.fileno()), mode, 0) for mode in ("wb", "rb"))
         super().__init__(host, stdin, stdout, os.fdopen(silent, "rb", 0))
@@ -90,7 +90,7 @@ class ArrivedAgent(AgentStreams):
         try:
             return b"" if self.fault else self._signed.unseal(data)
         except TamperedError as error:
-            self.cut()  # its ranks; and that host gets the result, if the way there is sound
+            self.cut()  # its ranks; that host still receives the result, if its direction is sound
             self.fault = tampered(f"polyhvdrun on {self.host}", "this one", error)
             self._at_end = True
             return b""
@@ -114,9 +114,9 @@ class ArrivedAgent(AgentStreams):
         return int(self._lost) or self._status
 
     def conclude(self, result: dict[str, Any]) -> None:
-        """Tell the host how the job has ended, and close the connection."""
+        """Send the host the job's result, and close the connection."""
         self.send(agent.RESULT, json.dumps(result).encode())
-        deadline = time.monotonic() + _FAREWELL_S
+        deadline = time.monotonic() + _CONCLUDE_S
         while not self._lost and not self.flush() and time.monotonic() < deadline:
             select.select([], [self.stdin], [], _LOOK_S)
         for stream in (self.stdin, self.stdout, self.stderr, self._socket):
@@ -131,13 +131,13 @@ class ArrivedAgents:
         self._arrived = arrived
 
     def agent(self, host: Host) -> HostAgent:
-        """The one that is there."""
+        """The agent that has arrived."""
         return self._arrived
 
 
 @dataclass
 class _Coming:
-    """A connection that has proved the secret, and has not said hello."""
+    """A connection that has proved the secret, and has not sent HELLO."""
 
     number: int
     signed: SignedStream
@@ -156,7 +156,7 @@ class Arrivals:
         version: of polyhvd, which has to be the same everywhere.
 
     Raises:
-        OSError: nobody can listen there.
+        OSError: this process cannot listen there.
     """
 
     def __init__(
@@ -178,12 +178,12 @@ class Arrivals:
 
         Raises:
             LateError: some are not there by ``deadline`` (time.monotonic()); it names them.
-            TamperedError: somebody changes what one of them sends, or is sent.
+            TamperedError: messages to or from one of them were changed.
         """
         while len(self.arrived) < len(self._names) - 1:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise LateError(self._who_is_late())
+                raise LateError(self._late_hosts())
             events = self._selector.select(min(left_s, _LOOK_S, self._handshakes.timer_s()))
             for passed in self._handshakes.poll(0):
                 self._begin(passed)
@@ -195,7 +195,7 @@ class Arrivals:
         return [self.arrived[number] for number in sorted(self.arrived)]
 
     def close(self) -> None:
-        """Listen no more; those that have come stay."""
+        """Stop listening; hosts that have connected stay."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Coming):
                 key.fileobj.close()  # type: ignore[union-attr]
@@ -220,7 +220,7 @@ class Arrivals:
             data = connection.recv(65536)
             coming.inbox += coming.signed.unseal(data)
             frames = agent.split_frames(coming.inbox)
-            said = [json.loads(payload) for kind, _, payload in frames if kind == agent.HELLO]
+            hello = [json.loads(payload) for kind, _, payload in frames if kind == agent.HELLO]
         except BlockingIOError:
             return
         except TamperedError as error:
@@ -228,20 +228,20 @@ class Arrivals:
             self._refuse(connection, coming, reason)
             raise TamperedError(reason) from None
         except (OSError, ValueError):
-            data, said = b"", []
-        if data and not said:
+            data, hello = b"", []
+        if data and not hello:
             return
         self._selector.unregister(connection)
-        if not said:
+        if not hello:
             connection.close()
             return
-        self._enter(connection, coming, said[0])
+        self._enter(connection, coming, hello[0])
 
-    def _enter(self, connection: socket.socket, coming: _Coming, said: dict[str, Any]) -> None:
+    def _enter(self, connection: socket.socket, coming: _Coming, hello: dict[str, Any]) -> None:
         number = coming.number
-        differing = [name for name, value in self._hello.items() if said.get(name) != value]
+        differing = [name for name, value in self._hello.items() if hello.get(name) != value]
         reason = "; ".join(
-            f"{name}: it has {said.get(name)!r}, the first host {self._hello[name]!r}" for name in differing
+            f"{name}: it has {hello.get(name)!r}, the first host {self._hello[name]!r}" for name in differing
         )
         if number in self.arrived:
             reason = f"another process is number {number} already"
@@ -249,7 +249,9 @@ class Arrivals:
             self._refuse(connection, coming, reason)
             connection.close()
             return
-        arrived = ArrivedAgent(connection, coming.signed, str(said["name"]), int(said["slots"]), self._nonce)
+        arrived = ArrivedAgent(
+            connection, coming.signed, str(hello["name"]), int(hello["slots"]), self._nonce
+        )
         self.arrived[number] = arrived
         self._selector.register(arrived.stdout, selectors.EVENT_READ, arrived)
 
@@ -258,7 +260,7 @@ class Arrivals:
             connection.send(coming.signed.seal(agent.frame(agent.REFUSED, -1, reason.encode())))
 
     def _look_after(self, arrived: ArrivedAgent) -> None:
-        """One that has come says something, or goes again: it, or another in its place, may come back."""
+        """A host that has arrived sends something, or disconnects: it, or another one, may connect again."""
         arrived.put_aside()
         with contextlib.suppress(ValueError):
             arrived.receive()
@@ -269,7 +271,7 @@ class Arrivals:
             self.arrived = {number: other for number, other in self.arrived.items() if other is not arrived}
             arrived.conclude({})
 
-    def _who_is_late(self) -> str:
+    def _late_hosts(self) -> str:
         late = []
         for number in range(1, len(self._names)):
             if number in self.arrived:

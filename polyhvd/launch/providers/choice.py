@@ -1,4 +1,4 @@
-"""Whose job this process belongs to, where several launchers have left variables.
+"""Chooses the job of this process if several launchers have set variables.
 
 Pure, but for what providers remember: a mapping of environment variables in, a provider and its claim out.
 """
@@ -29,7 +29,7 @@ class Seen:
 
 
 def seen(providers: tuple[Provider, ...], environ: Mapping[str, str]) -> list[Seen]:
-    """The providers whose variables are there, in their order; raises ConfigError."""
+    """The providers whose variables are set, in their order; raises ConfigError."""
     found = []
     for provider in providers:
         claim = provider.detect(environ)
@@ -44,7 +44,7 @@ def choose(found: list[Seen]) -> Seen | None:
     """The first, which is the nearest to this process.
 
     Raises:
-        ConfigError: another one says another place, and cannot have started the first one's launcher.
+        ConfigError: another one gives another place, and cannot have started the first one's launcher.
     """
     for other in found[1:]:
         first = found[0]

@@ -26,7 +26,7 @@ _EVALUATORS = ("evaluator", "workerpool3")
 
 
 class ClusterProvider(MeetingProvider):
-    """Ranks that a variable in JSON tells of.
+    """Ranks described by a variable in JSON.
 
     TF_CONFIG: https://www.tensorflow.org/guide/distributed_training, "Setting up the TF_CONFIG environment
     variable"; CLUSTER_SPEC: https://cloud.google.com/vertex-ai/docs/training/distributed-training.

@@ -1,4 +1,4 @@
-"""Members of polyhvdrun's elastic jobs: the launcher tells each its place, for each generation anew."""
+"""Members of polyhvdrun's elastic jobs: the launcher sends each its place, for every generation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MemberProvider:
     """See :class:`polyhvd.launch.providers.provider.Provider`.
 
     Args:
-        launched: what the launcher has told this process, which is a member.
+        launched: the launcher's variables of this process, which is a member.
 
     Raises:
         ConfigError: it is not whole.

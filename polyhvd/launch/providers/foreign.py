@@ -43,9 +43,9 @@ _Look = Callable[[Mapping[str, str]], "Foreign | None"]
 def foreign_launch(environ: Mapping[str, str], *, met_by_mpi: bool = False) -> Foreign | None:
     """The nearest other launcher's job that this process is one of several of; None: there is none.
 
-    The first that says something counts: one process of one is alone. ``met_by_mpi``: MPI was asked and
-    says that the process is alone, so that it is where MPI's launcher tells no size. Without that, MPI's
-    launchers are among them: their jobs are joined through MPI alone.
+    The first one with a size counts: a process of one is a single rank. ``met_by_mpi``: MPI has reported a
+    world of one rank, so this is one if MPI's launcher sets no size. Without that, MPI's launchers are among
+    them: their jobs are joined only through MPI.
     """
     for look in _LAUNCHERS:
         found = look(environ)

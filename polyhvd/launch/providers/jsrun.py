@@ -24,7 +24,7 @@ class JsrunProvider(MeetingProvider):
     name = "jsrun"
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """What jsrun says of this task; None where an mpirun within the task has started this process."""
+        """The place in jsrun's variables; None if an mpirun within the task has started this process."""
         readable(environ, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE")
         rank, size = number(environ, "JSM_NAMESPACE_RANK"), number(environ, "JSM_NAMESPACE_SIZE")
         if rank is None or size is None:

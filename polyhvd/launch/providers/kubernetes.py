@@ -1,6 +1,6 @@
 """Indexed Jobs of Kubernetes: each pod is a rank, and rank 0 is found by its name in the headless service.
 
-The index is in the environment, the number of pods is not: the manifest tells it as POLYHVD_SIZE.
+The index is in the environment, the number of pods is not: the manifest sets it as POLYHVD_SIZE.
 https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
 """
 
@@ -28,7 +28,7 @@ class KubernetesProvider(MeetingProvider):
     name = "Kubernetes"
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """Which pod this is, and of how many if the manifest says so."""
+        """Which pod this is, and of how many if the manifest sets the number."""
         readable(environ, "JOB_COMPLETION_INDEX")
         index = number(environ, "JOB_COMPLETION_INDEX")
         if index is None:

@@ -1,4 +1,4 @@
-"""Jobs of polyhvdrun, on this host and on others: the launcher tells each rank its place in variables.
+"""Jobs of polyhvdrun, on this host and on others: each rank has its place in environment variables.
 
 Those of elastic jobs: :mod:`polyhvd.launch.providers.elastic`.
 A process without any of them is a job of its own.
@@ -29,15 +29,15 @@ class PolyhvdrunProvider:
     within = frozenset((TorchrunProvider.name, *TorchrunProvider.within))
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """What polyhvdrun has told; None where it has not started this process."""
+        """The place in polyhvdrun's variables; None if polyhvdrun has not started this process."""
         launched = Launched.from_environment(environ)
-        told_by_manifest = not launched.rendezvous and "JOB_COMPLETION_INDEX" in environ
-        if not launched.by_polyhvdrun or told_by_manifest:
+        is_from_manifest = not launched.rendezvous and "JOB_COMPLETION_INDEX" in environ
+        if not launched.by_polyhvdrun or is_from_manifest:
             return None
         return Claim(launched.rank, launched.size, launched.local_rank, seen=shown(environ, *_SHOWN))
 
     def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
-        """The place that the launcher has told, and the store that it serves."""
+        """The place in the launcher's variables, and the store that the launcher serves."""
         return Met(*meet_as(Launched.from_environment(), after, deadline))
 
 
@@ -48,16 +48,16 @@ class AloneProvider:
     within: frozenset[str] = frozenset()
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """That it is asked for stands in the settings."""
+        """None: the settings request it."""
         return None
 
     def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
-        """Nobody is met."""
+        """A world of one rank."""
         return Met(Placement(generation=after + 1), None)
 
 
 def meet_as(launched: Launched, after: int, deadline: float) -> tuple[Placement, Store | None]:
-    """What :meth:`PolyhvdrunProvider.meet` does, for what the launcher has told a rank."""
+    """See :meth:`PolyhvdrunProvider.meet`, with a rank's variables as an argument."""
     placement = _placement(launched, after + 1)
     if placement.size == 1:
         return placement, None

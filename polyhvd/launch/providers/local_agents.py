@@ -17,7 +17,7 @@ from polyhvd.launch.job.agent_program import agent_code, code_reader
 __all__ = ["LocalAgent", "LocalAgents"]
 
 _STRAYS_S = 2.0
-#: Together they tell the processes of one agent from all others, children of its ranks included.
+#: Together they identify the processes of one agent, children of its ranks included.
 _MARKS = ("POLYHVD_SECRET", "POLYHVD_HOST_ID")
 
 
@@ -62,4 +62,4 @@ def _variables(environ: Path) -> set[bytes]:
     try:
         return set(environ.read_bytes().split(b"\0"))
     except OSError:
-        return set()  # gone, or somebody else's
+        return set()  # gone, or another user's

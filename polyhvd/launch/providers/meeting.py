@@ -1,8 +1,8 @@
-"""How the ranks of a launcher meet that serves no store of polyhvd's: world rank 0 serves one.
+"""Rendezvous of ranks whose launcher serves no store of polyhvd's: world rank 0 serves one.
 
-A provider says who this process is and where rank 0 is; the rest is the same for all of them, and here: on
-one host a Unix socket, where the kernel says who the peer is; between hosts a port of rank 0's host and a
-secret that the user has given. Who is on which host the ranks tell each other.
+A provider finds the rank of this process and the host of rank 0. The rest is the same for all providers: on
+one host a Unix socket, whose kernel identifies the peer; between hosts a port of rank 0's host and a secret
+from the user. The ranks exchange their hosts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from polyhvd.rendezvous.store import GatherTimeoutError, StoreError, job_name
 from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, SharedFileWay, Way
 from polyhvd.runtime.placement import RANKS_MAX, Placement, placements
 
-__all__ = ["MeetingProvider", "given_secret", "told_to_all"]
+__all__ = ["MeetingProvider", "exposed_secret", "given_secret"]
 
 _LOG = logging.getLogger("polyhvd")
 #: The secret of a job whose user trusts the network.
@@ -46,7 +46,7 @@ _GRACE_S = 3.0
 
 
 def given_secret(launched: Launched) -> bytes:
-    """The secret that the environment tells, or names a file of; empty: none. Raises ConfigError."""
+    """The secret in the environment, or in the file that it names; empty: none. Raises ConfigError."""
     text, name = launched.secret, "POLYHVD_SECRET"
     if not text and not launched.secret_file:
         return b""
@@ -67,7 +67,7 @@ def given_secret(launched: Launched) -> bytes:
 
 
 def _read_file(path: Path) -> bytes:
-    """What a file begins with. A pipe that nobody writes into is as one that is empty."""
+    """The beginning of a file. A pipe without a writer counts as an empty file."""
     deadline, found = time.monotonic() + _FILE_WAIT_S, b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -97,8 +97,8 @@ def _check_owner(found: os.stat_result) -> None:
         raise ConfigError(f"other users may write to it (mode {stat.S_IMODE(found.st_mode):o}); chmod 600 it")
 
 
-def told_to_all(launched: Launched) -> str:
-    """What to tell the user of a secret of his that other users of the host can read; empty: nothing."""
+def exposed_secret(launched: Launched) -> str:
+    """A warning if other users of the host can read the user's secret; else empty."""
     if launched.secret or not launched.secret_file:
         return ""
     path = Path(launched.secret_file).expanduser()
@@ -114,7 +114,7 @@ def told_to_all(launched: Launched) -> str:
 
 
 class MeetingProvider(ABC):
-    """A provider whose ranks meet at a store of rank 0's. A subclass says who this process is.
+    """A provider whose ranks meet at a store of rank 0's. A subclass finds the rank of this process.
 
     See :class:`polyhvd.launch.providers.provider.Provider`.
     """
@@ -129,14 +129,14 @@ class MeetingProvider(ABC):
         """Whether this process is a rank of such a job."""
 
     def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
-        """Find rank 0, and agree on who is where."""
+        """Find rank 0, and agree on the hosts of all ranks."""
         assert claim is not None
         rank, size = self._checked(claim)
         generation = after + 1
         if size == 1:
             return Met(Placement(generation=generation), None)
         launched = Launched.from_environment()
-        if rank == 0 and (warning := told_to_all(launched)):
+        if rank == 0 and (warning := exposed_secret(launched)):
             _LOG.warning("%s", warning)
         try:
             store = self.way(claim, settings, given_secret(launched)).open(rank, generation, deadline)
@@ -217,7 +217,7 @@ class MeetingProvider(ABC):
 
 
 class _Placing:
-    """Ranks tell each other where they are, and hear at once when one of them fails meanwhile."""
+    """Exchanges the hosts of all ranks, and fails at once when one of them fails."""
 
     def __init__(
         self,
@@ -235,8 +235,8 @@ class _Placing:
         self._settings = settings
         self._deadline = deadline  # by time.monotonic()
         self._nonce = secrets.token_hex(8)
-        self._failure = -1  # the request that is answered when another rank fails
-        self._told = False
+        self._failure = -1  # the request that gets a reply when another rank fails
+        self._failure_is_known = False
 
     def run(self) -> Placement:
         """This rank's place; raises what :meth:`MeetingProvider.meet` does."""
@@ -245,7 +245,7 @@ class _Placing:
         except StoreError as error:
             raise HorovodInternalError(f"rank {self._rank}: {error}") from None
         except BaseException as error:
-            self._tell(error)
+            self._report_failure(error)
             raise
 
     def _agree(self) -> Placement:
@@ -254,9 +254,9 @@ class _Placing:
         if self._rank == 0:
             job = {"size": self._size, "name": secrets.token_hex(16)}  # another one for each run
             self._store.put(self._scope("job"), 0, json.dumps(job).encode())
-        told_job = json.loads(self._gather("job", 1, None)[0])
-        self._store.job = job_name(str(told_job["name"]), self._store.secret)
-        size = int(told_job["size"])
+        agreed = json.loads(self._gather("job", 1, None)[0])
+        self._store.job = job_name(str(agreed["name"]), self._store.secret)
+        size = int(agreed["size"])
         if size != self._size:
             raise RankMismatchError(
                 f"init(): size must be the same on all ranks: rank {self._rank} has {self._size}, "
@@ -284,11 +284,11 @@ class _Placing:
             try:
                 values = self._store.take(request)
             except GatherTimeoutError as error:
-                strangers = sorted(self._store.strangers.intersection(error.missing))
+                rejected = sorted(self._store.strangers.intersection(error.missing))
                 why = "they have not called init(); POLYHVD_START_TIMEOUT sets the time"
-                if strangers:
+                if rejected:
                     why = (
-                        f"processes that call as ranks {strangers} have another secret; POLYHVD_SECRET (or "
+                        f"processes that call as ranks {rejected} have another secret; POLYHVD_SECRET (or "
                         "the file that POLYHVD_SECRET_FILE names) has to be the same on all ranks"
                     )
                 raise PeerLostError(
@@ -303,27 +303,27 @@ class _Placing:
                     f"rank {self._rank} waited {wait_s:g} s for rank 0, which does not answer: it is "
                     "stopped, or cut off from this process; POLYHVD_START_TIMEOUT sets the time"
                 )
-            select.select([self._store], [], [], _TICK_S)  # either may have come with the other
+            select.select([self._store], [], [], _TICK_S)  # a value and a failure may arrive together
 
     def _check_failure(self) -> None:
         with suppress(GatherTimeoutError):
             if values := self._store.take(self._failure):
-                self._told = True
+                self._failure_is_known = True
                 lost, reason = json.loads(values[0])
                 raise (PeerLostError if lost else HorovodInternalError)(str(reason))
 
-    def _tell(self, error: BaseException) -> None:
-        """Let the others know why this rank gives up, unless they know."""
-        if self._told:
+    def _report_failure(self, error: BaseException) -> None:
+        """Send the others the reason of this rank's failure, unless they know."""
+        if self._failure_is_known:
             return
-        lost = isinstance(error, PeerLostError)  # says itself which rank
+        lost = isinstance(error, PeerLostError)  # its text names the rank
         known = lost or isinstance(error, RankMismatchError)
         text = str(error) or type(error).__name__
         if not known:
             text = f"rank {self._rank} failed in init(): {text}"
         with suppress(OSError, ValueError):
-            said = json.dumps([lost, text[:_REASON_CHARS_MAX]]).encode()
-            self._store.put(self._scope("failed"), 0, said)
+            message = json.dumps([lost, text[:_REASON_CHARS_MAX]]).encode()
+            self._store.put(self._scope("failed"), 0, message)
 
     def _scope(self, stage: str) -> str:
         return f"init/{self._generation}/{stage}"

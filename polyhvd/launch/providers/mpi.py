@@ -1,4 +1,4 @@
-"""Jobs that MPI's launchers start: MPI alone knows who is which rank, and where.
+"""Jobs that MPI's launchers start: only MPI knows the ranks and their hosts.
 
 A world of such a job never changes while it runs, since MPI's own cannot.
 """
@@ -45,7 +45,7 @@ class MpiProvider:
         return Claim(launch.rank, launch.size or None, seen=launch.seen)
 
     def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
-        """Ask MPI for this rank's place, and meet where its rank 0 says, through MPI."""
+        """Get this rank's place from MPI, and the rendezvous from MPI's rank 0."""
         job = mpi.join(settings, self._comm, self._ranks, after=after)
         if job.endpoint == "":
             return Met(job.placement, None, job)

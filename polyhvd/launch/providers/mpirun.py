@@ -86,10 +86,10 @@ def find_launcher() -> Launcher:
         timeout=_VERSION_TIMEOUT_S,
         check=False,
     )
-    said = done.stdout + done.stderr
-    if match := _OPEN_MPI.search(said):
+    output = done.stdout + done.stderr
+    if match := _OPEN_MPI.search(output):
         return Launcher(path, int(match[1]))
-    if _HYDRA.search(said):
+    if _HYDRA.search(output):
         return Launcher(path, 0)
-    first = said.strip().partition("\n")[0]
+    first = output.strip().partition("\n")[0]
     raise ValueError(f"--mpi: {path} is neither Open MPI's nor of MPICH's family; it says {first!r}")

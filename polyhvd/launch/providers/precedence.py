@@ -34,6 +34,6 @@ _FROM_ENVIRONMENT: tuple[Provider, ...] = (
 )
 RAY = RayProvider(within=frozenset(provider.name for provider in _FROM_ENVIRONMENT))
 
-#: In the order in which they are asked whose rank this process is: the launcher that is likely to have been
+#: In the order in which they are tried: the launcher that is likely to have been
 #: started by the others, as torchrun is by srun, comes before them, since its ranks inherit their variables.
 PROVIDERS: tuple[Provider, ...] = (RAY, *_FROM_ENVIRONMENT)

@@ -1,8 +1,8 @@
 """How a rank finds its place in the job that has started it: torchrun's, Slurm's, MPI's, polyhvdrun's own.
 
 A provider is one file. What a rank reads of its environment is a *claim*; its place in the world is the
-result of meeting the others, since a claim need not be whole: a Kubernetes index tells no size, and
-torchrun's environment no host.
+result of meeting the others, since a claim need not be whole: a Kubernetes index comes without a size, and
+torchrun's environment without a host.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["Claim", "Met", "Provider", "number", "readable", "shown"]
 
 @dataclass(frozen=True)
 class Claim:
-    """What the environment of a process says of its place in a job; None: it does not say."""
+    """The place of a process in a job according to its environment; None: not given there."""
 
     rank: int | None = None
     size: int | None = None
     local_rank: int | None = None
-    #: Tells this job from others of its launcher's.
+    #: Identifies this job among those of its launcher.
     job_id: str = ""
-    #: How often the launcher has started the job anew.
+    #: How often the launcher has restarted the job.
     restart: int = 0
     #: The variables with their values, for messages.
     seen: str = ""
@@ -69,7 +69,7 @@ class Provider(Protocol):
         """Find the job's store, and this rank's place; no store in a world of one.
 
         Args:
-            claim: what :meth:`detect` has said.
+            claim: the result of :meth:`detect`.
             settings: of this process.
             after: generation of the last world that this process was to be in; 0: of none.
             deadline: by time.monotonic().
@@ -78,7 +78,7 @@ class Provider(Protocol):
             ConfigError: the environment or the settings cannot work.
             HorovodInternalError: the store cannot be reached, or does not accept this rank.
             PeerLostError: other ranks did not come in time.
-            RankMismatchError: ranks were told different sizes.
+            RankMismatchError: ranks have different sizes.
         """
 
 
@@ -92,7 +92,7 @@ def number(environ: Mapping[str, str], name: str) -> int | None:
 def readable(environ: Mapping[str, str], *names: str) -> None:
     """Raise ConfigError for one of a launcher's own variables that is set, and is no number.
 
-    Its process would count as nobody's, and train alone.
+    Otherwise the process would train as a world of one rank.
     """
     for name in names:
         if environ.get(name) and number(environ, name) is None:

@@ -74,7 +74,7 @@ class RayProvider:
         os.environ.update(variables)
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """The place that :meth:`give` has given, whatever the environment says."""
+        """The place given by :meth:`give`, regardless of the environment."""
         if self._given is None:
             return None
         place = self._given.placement

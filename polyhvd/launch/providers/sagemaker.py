@@ -1,6 +1,6 @@
 """SageMaker's training jobs without a distribution: the program runs once in every container, and is a rank.
 
-What starts ranks within the containers (polyhvdrun, MPI, torchrun) comes before, and knows more of them.
+Programs that start ranks within the containers (polyhvdrun, MPI, torchrun) come before: they know more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SageMakerProvider(MeetingProvider):
     name = "SageMaker"
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """Which container of how many this is: as the toolkit's variables say, or SageMaker's file."""
+        """The number of this container and of all, from the toolkit's variables or SageMaker's file."""
         try:
             found = sagemaker.find_container(environ)
         except ValueError as error:

@@ -3,7 +3,7 @@
 A batch script has SLURM_PROCID and SLURM_NTASKS, too, and is no rank: only tasks of a step have
 SLURM_STEP_NUM_TASKS. Ranks of several hosts meet by a file of mode 0600 in a folder that all hosts see,
 by default below the home folder: it has the address of rank 0, whatever names the hosts are known by, and the
-job's secret, which nobody then has to make. With a secret of the user's no shared folder is needed.
+job's secret, so the user has to create none. With a secret of the user's no shared folder is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SlurmProvider(MeetingProvider):
     name = "srun"
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """What srun says of this task; None for a batch script, and the shell of salloc."""
+        """The place in srun's variables; None for a batch script, and the shell of salloc."""
         if "SLURM_STEP_NUM_TASKS" in environ:
             readable(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
         rank, size = number(environ, "SLURM_PROCID"), number(environ, "SLURM_STEP_NUM_TASKS")

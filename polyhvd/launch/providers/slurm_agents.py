@@ -181,7 +181,7 @@ def _refuse_many(environ: Mapping[str, str]) -> None:
 
 
 def _slots(environ: Mapping[str, str], hosts: int) -> tuple[str, list[int]]:
-    """How many ranks each host takes, and the variable that says so."""
+    """How many ranks each host takes, and the variable with these numbers."""
     within_step = "SLURM_STEP_ID" in environ  # whose SLURM_TASKS_PER_NODE is that of the step
     gpus = environ.get("SLURM_GPUS_PER_NODE", "")
     if gpus and "SLURM_NTASKS" not in environ:
@@ -215,7 +215,7 @@ def _gpus(text: str) -> int:
 
 
 def _address_towards(node: str) -> str:
-    """This host's address for a node, whose name need not be known to anybody but Slurm."""
+    """This host's address for a node, whose name may be known only to Slurm."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
@@ -230,7 +230,7 @@ def _address_towards(node: str) -> str:
 
 
 def _slurm_address(node: str) -> str:
-    """NodeAddr of a node; empty where Slurm does not say."""
+    """NodeAddr of a node; empty if Slurm does not report it."""
     command = ["scontrol", "--oneliner", "show", "node", node]
     try:
         done = subprocess.run(

@@ -65,8 +65,8 @@ class SshAgent(AgentProcess):
 
 def ssh_command(host: str, ssh: SshOptions, source_bytes: int) -> list[str]:
     """The command of an agent on another host, which reads its program from standard input."""
-    # BatchMode: nobody is there to answer a question. Host keys are checked as the user's
-    # configuration says, because the job's secret goes over this connection.
+    # BatchMode: there is no user to answer a prompt. Host keys are checked according to the user's
+    # configuration, because the job's secret goes over this connection.
     options = ["BatchMode=yes", f"ConnectTimeout={max(1, round(ssh.connect_timeout_s))}"]
     options += ["ServerAliveInterval=5", "ServerAliveCountMax=3", *ssh.options]
     command = ["ssh", "-T", "-x"]
@@ -76,7 +76,7 @@ def ssh_command(host: str, ssh: SshOptions, source_bytes: int) -> list[str]:
         command += ["-p", str(ssh.port)]
     if ssh.identity_file is not None:
         command += ["-i", ssh.identity_file]
-    # What tells every process of this job to end must not end ssh, and with it the far ranks, at once.
+    # A signal to every process of this job must not end ssh, and with it the remote ranks, at once.
     shield = ["sh", "-c", 'trap "" HUP INT TERM; exec "$@"', "ssh"]
     remote = f"exec {shlex.quote(ssh.python)} -I -S -c {shlex.quote(reader(source_bytes))}"
     return [*shield, *command, "--", host, remote]

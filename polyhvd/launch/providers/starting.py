@@ -19,21 +19,21 @@ __all__ = ["AgentProvider", "HostAgent"]
 class HostAgent(Protocol):
     """A running agent as a job sees it. When it ends, so do its ranks and all that they have started."""
 
-    #: What a message says has ended, when the agent has: "ssh".
+    #: The program that messages name when the agent has ended: "ssh".
     program: str
     #: The host, as users name it.
     host: str
-    #: The ranks that it was told to start and whose ends :meth:`receive` has not returned.
+    #: The ranks that it has to start and whose ends :meth:`receive` has not returned.
     ranks: list[int]
     #: Whether it has answered.
     ready: bool
     #: Whether nothing more will come from it.
     ended: bool
-    #: The last lines that it, or what has started it, has to say of itself.
+    #: The last lines of error output of the agent, or of the program that has started it.
     complaints: deque[str]
     #: Why it counts as lost, where that is known better than by its end; else empty.
     fault: str
-    #: What a job waits on with a selector: until it takes what it is told, for frames, and for complaints.
+    #: Streams for a selector: to send messages, to receive frames, and to receive complaints.
     stdin: IO[bytes]
     stdout: IO[bytes]
     stderr: IO[bytes]
@@ -59,7 +59,7 @@ class HostAgent(Protocol):
         """
 
     def put_aside(self) -> bool:
-        """Read what has come, for :meth:`receive` to look at later; False when nothing has."""
+        """Read what has arrived, for :meth:`receive` to return later; False if nothing has."""
 
     def receive(self) -> list[tuple[int, int, bytes]]:
         """Take the frames that have come: what ranks have written, and how they have ended.

@@ -35,12 +35,12 @@ class TorchrunProvider(MeetingProvider):
     secret_hint = "before torchrun, on every host"
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """What the agent says; None where there is none."""
+        """The place in the agent's variables; None if there is no agent."""
         return _claim(environ) if "TORCHELASTIC_RUN_ID" in environ else None
 
 
 class TorchVariablesProvider(MeetingProvider):
-    """Ranks of which torch.distributed's variables tell, and nobody else: ``init_method="env://"``.
+    """Ranks described only by torch.distributed's variables: ``init_method="env://"``.
 
     https://docs.pytorch.org/docs/stable/distributed.html, "Environment variable initialization".
     """
@@ -49,7 +49,7 @@ class TorchVariablesProvider(MeetingProvider):
     within = frozenset({"SageMaker"})
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """What they say. One of RANK and WORLD_SIZE alone is somebody else's word."""
+        """The place in these variables; None if only one of RANK and WORLD_SIZE is set."""
         return None if "TORCHELASTIC_RUN_ID" in environ else _claim(environ)
 
 
