@@ -649,7 +649,7 @@ class Membership:
                 self._first_cause = self._lost_now
         if self._crashed < _FAILED_WORLDS_MAX and self._failed_worlds < _KILLED_WORLDS_MAX:
             return None
-        return f"{self._failed_worlds} worlds in a row have failed before anybody had committed"
+        return f"{self._failed_worlds} worlds in a row have failed before a commit"
 
     def _may_join(self, item: Member) -> bool:
         return self._is_ready(item) and self._world is not None and not self._world.notified

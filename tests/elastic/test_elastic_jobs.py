@@ -54,14 +54,14 @@ def test_job_goes_on_from_the_newest_commit(launcher: Launcher, kills: tuple[str
     status, ends, said = run(launcher, "-np", "3", "--min-np", "1", kills=kills)
     assert (status, ends) == (0, len(ends) * ends[:1]), said
     assert re.fullmatch(rf"end {STEPS} \[{WEIGHT}\] 1 size [1-3]", ends[0])
-    assert f"the job has gone on after the loss of {lost} process" in said
+    assert f"the job has continued after the loss of {lost} process" in said
 
 
 def test_kills_in_the_recovery_from_a_recovery_do_not_end_the_job(launcher: Launcher) -> None:
     kills = ("step:1:7", "sync:1:2", "sync:1:3")
     status, ends, said = run(launcher, "-np", "4", "--min-np", "1", kills=kills)
     assert (status, ends) == (0, len(ends) * ends[:1]), said
-    assert "the job has gone on after the loss of 3 processes" in said
+    assert "the job has continued after the loss of 3 processes" in said
 
 
 def test_spare_takes_the_place_at_once(launcher: Launcher) -> None:
@@ -101,7 +101,7 @@ def test_new_process_outlives_another_that_dies_while_they_meet(launcher: Launch
     options = ("-np", "3", "--min-np", "2", "--spares", "1")
     status, ends, said = run(launcher, *options, kills=kills)
     assert (status, set(ends) <= {end(2), end(3)}) == (0, True), said
-    assert "the job has gone on after the loss of 2 processes" in said
+    assert "the job has continued after the loss of 2 processes" in said
 
 
 @pytest.mark.parametrize("kill", ["meet:2:3:hello", "meet:2:3:done", "sync:2:3"])
@@ -230,7 +230,7 @@ def test_error_of_the_program_s_own_is_not_retried(launcher: Launcher) -> None:
     assert status == 1
     assert "polyhvdrun: process 1 on localhost exited with status 1" in err
     assert err.rstrip().endswith("KeyError: 'mine'")
-    assert "goes on" not in err
+    assert "the job continues" not in err
 
 
 def test_ranks_that_disagree_are_not_retried(launcher: Launcher) -> None:
@@ -261,7 +261,7 @@ def test_failure_that_recurs_ends_the_job_with_its_first_cause(launcher: Launche
     )
     status, _, err = launcher.run("-np", "4", "--min-np", "1", source=source)
     assert status == 139
-    assert "2 worlds in a row have failed before anybody had committed" in err
+    assert "2 worlds in a row have failed before a commit" in err
     assert "polyhvdrun: process 3 on localhost was killed by SIGSEGV" in err.splitlines()[-1]
 
 
@@ -277,7 +277,7 @@ def test_failure_without_a_loss_that_recurs_ends_the_job_with_its_text(launcher:
     )
     status, _, err = launcher.run("-np", "2", "--min-np", "1", source=source)
     assert status == 1
-    text = "2 worlds in a row have failed before anybody had committed; process 0 says: of my own"
+    text = "2 worlds in a row have failed before a commit; process 0 reports: of my own"
     assert f"polyhvdrun: {text}" in err.splitlines()
 
 
@@ -446,7 +446,7 @@ def test_rank_that_is_killed_after_its_training_fails_the_job_once(launcher: Lau
     status, out, err = launcher.run("-np", "3", "--min-np", "1", "-H", "localhost:3", source=source)
     assert (status, out.count("trained"), out.count("end")) == (137, 3, 2), err
     assert err.count("process 1 on localhost was killed by SIGKILL") == 1
-    assert "goes on" not in err
+    assert "the job continues" not in err
     assert "generation" not in err
 
 

@@ -27,7 +27,7 @@ def test_gluon_network_and_its_trainer_go_on(launcher: Launcher, tmp_path: Path)
     assert ends[0].endswith("[150]")  # no step too many
     losses = [float(text) for text in re.findall(r"losses ([\d.]+)", out)]
     assert min(losses) < losses[0] / 2  # the last may be of the few rows that were left when a process joined
-    (lost,) = re.findall(r"process (\d) on localhost was killed by SIGKILL; the job goes on", err)
+    (lost,) = re.findall(r"process (\d) on localhost was killed by SIGKILL; the job continues", err)
     assert sorted(re.findall(r"\[(\d)\] end", out)) == [m for m in "012" if m != lost], (
         "the survivor has gone on"
     )

@@ -29,5 +29,5 @@ def test_script_of_horovod_s_documentation_goes_on(launcher: Launcher, tmp_path:
     assert ends == len(ends) * ends[:1]  # the same weights, moments and counts
     losses = [float(text) for line in re.findall(r"losses (.*)", out) for text in line.split()]
     assert min(losses) < losses[0] / 2  # the last may be of the few rows that were left when a process joined
-    assert "process 1 on localhost was killed by SIGKILL; the job goes on" in err
+    assert "process 1 on localhost was killed by SIGKILL; the job continues" in err
     assert f"[0] {ends[0]}" in out, "the survivor has gone on"

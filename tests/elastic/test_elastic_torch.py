@@ -31,7 +31,7 @@ def test_script_of_horovod_s_documentation_goes_on(
     assert ends == len(ends) * ends[:1]  # the same weights and moments
     losses = [float(text) for text in re.findall(r"epoch \d size \d loss ([\d.]+)", out)]
     assert min(losses) < losses[0] / 2  # the last may be of the few rows that were left when a process joined
-    assert "process 1 on localhost was killed by SIGKILL; the job goes on" in err
+    assert "process 1 on localhost was killed by SIGKILL; the job continues" in err
     assert f"[0] {ends[0]}" in out, "the survivor has gone on"
     if words:
         assert out.count("epoch 1 size 2 is over") == 2, "nothing is left of the epoch on any rank"

@@ -327,7 +327,7 @@ def test_two_worlds_in_a_row_that_fail_before_a_commit_end_the_job_with_the_firs
     membership.ended(1, Fate.LOST, 2.0)
     (end,) = ends(membership.request(0, 2, 2.0, connected=True))
     assert (end.cause, end.resumable) == (2, False)
-    assert end.reason == "2 worlds in a row have failed before anybody had committed"
+    assert end.reason == "2 worlds in a row have failed before a commit"
 
 
 def kill_in_recoveries(fates: list[Fate]) -> list[End]:
@@ -351,7 +351,7 @@ def kill_in_recoveries(fates: list[Fate]) -> list[End]:
 def test_kills_from_outside_in_recoveries_do_not_end_the_job_before_there_are_many() -> None:
     assert kill_in_recoveries(9 * [Fate.KILLED]) == []
     (end,) = kill_in_recoveries(10 * [Fate.KILLED])
-    assert end == End("10 worlds in a row have failed before anybody had committed", 1)
+    assert end == End("10 worlds in a row have failed before a commit", 1)
 
 
 def test_crashes_between_kills_end_the_job_with_the_first_of_them() -> None:
@@ -830,7 +830,7 @@ def test_worlds_in_a_row_that_fail_without_a_loss_end_the_job_as_well() -> None:
     for generation in (1, 2):
         membership.request(0, generation, 1.0, connected=True, failed=True)
         actions = membership.request(1, generation, 1.0, connected=True, failed=generation == 1)
-    assert ends(actions) == [End("2 worlds in a row have failed before anybody had committed", None)]
+    assert ends(actions) == [End("2 worlds in a row have failed before a commit", None)]
 
 
 def test_worlds_that_are_left_of_one_s_own_accord_do_not_count() -> None:

@@ -191,7 +191,7 @@ def test_results_are_those_of_the_first_world_where_rank_0_is_lost(launcher: Lau
     found, _, err = ends(launcher)
     assert found == 3 * found[:1]
     assert found[0].startswith("end ['a', 'b'] True ")
-    assert "process 0 on localhost was killed by SIGKILL; the job goes on" in err
+    assert "process 0 on localhost was killed by SIGKILL; the job continues" in err
 
 
 def test_results_are_those_of_the_processes_that_began_again_where_all_were_lost(launcher: Launcher) -> None:
@@ -239,7 +239,7 @@ except hvd.InvalidArgumentError as error:
     assert found == 2 * found[:1]
     assert undone == [0, 0]
     assert error in (launcher._folder / "failed").read_text()
-    assert "process 2 on localhost exited with status 1 before its elastic function; the job goes on" in err
+    assert "process 2 on localhost exited with status 1 before its elastic function; the job continues" in err
     assert "process 3" not in err, "it would fail as well"
 
 
@@ -251,7 +251,7 @@ def test_new_process_that_fails_before_init_costs_the_others_nothing(launcher: L
     assert found == 3 * found[:1]
     assert undone == [0, 0, 0]
     line = (
-        "process 2 on localhost exited with status 1 before its elastic function; the job goes on without it"
+        "process 2 on localhost exited with status 1 before its elastic function; the job continues without"
     )
     assert err.count(line) == 1
 
@@ -268,7 +268,7 @@ def test_new_process_that_is_killed_before_its_function_undoes_no_step(
     found, undone, err = ends(launcher)
     assert found == 3 * found[:1]
     assert undone == [0, 0, 0]
-    assert "process 2 on localhost was killed by SIGKILL; the job goes on" in err
+    assert "process 2 on localhost was killed by SIGKILL; the job continues" in err
 
 
 def test_loss_of_another_rank_meanwhile_is_seen_in_the_function_of_the_new_process(
@@ -288,7 +288,7 @@ elif hvd.rank() == 1:
     found, undone, err = ends(launcher)
     assert found == 3 * found[:1]
     assert undone == [0, 0, 0]
-    assert "process 1 on localhost was killed by SIGKILL; the job goes on" in err
+    assert "process 1 on localhost was killed by SIGKILL; the job continues" in err
 
 
 def test_new_process_that_skips_a_function_passes_what_follows_it_up_to_that_of_the_others(

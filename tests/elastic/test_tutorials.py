@@ -48,7 +48,7 @@ def test_program_goes_on_when_a_rank_is_killed(launcher: Launcher, tmp_path: Pat
     os.kill(ranks_of(script)[0], signal.SIGKILL)
     status, out, err = launcher.finish(DEADLINE_S)
     assert status == 0, err
-    assert "was killed by SIGKILL; the job goes on" in err
+    assert "was killed by SIGKILL; the job continues" in err
     (accuracy,) = re.findall(r"accuracy ([\d.]+)", out)
     assert float(accuracy) > 0.95
     if name not in ("keras fit", "lightning"):

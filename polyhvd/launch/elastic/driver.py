@@ -1,7 +1,7 @@
-"""The launcher's part in an elastic job: hears what happens, asks the membership, and does what it says.
+"""The launcher's part in an elastic job: passes events to the membership, and executes its actions.
 
-See :mod:`polyhvd.elastic.membership`, which decides, and :mod:`polyhvd.elastic.places`, in whose words
-members ask. All of it runs in the job's loop, but for :meth:`Driver.observe` and the discovery's thread.
+See :mod:`polyhvd.elastic.membership` for the decisions, and :mod:`polyhvd.elastic.places` for the messages of
+members. All of it runs in the job's loop, except :meth:`Driver.observe` and the discovery's thread.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Driver"]
 
-#: From a failure that ends the job to the end of the others: their own last words may explain it.
+#: From a failure that ends the job to the end of the others, whose own errors may explain it.
 _SETTLE_S = 0.1
-_STRANGERS_MAX = 16  # whose answers are kept for them
+_REJECTED_MAX = 16  # members whose replies are kept
 _SIGNAL_STATUS = range(129, 129 + 64)  # of a shell whose program was killed
 #: Raised when decoding a message that is invalid.
 _INVALID = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-#: Scopes of messages from members, besides their questions.
+#: Scopes of messages from members, besides their place requests.
 _SCOPES = (BEGUN_CALLS, LEAVE_NOTICES, PROGRESS, MESSAGES, STEPS)
 _FROM_OUTSIDE = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
@@ -87,13 +87,13 @@ class Driver:
         self._numbers = {host.name: number for number, host in enumerate(hosts)}
         self._job: DrivenJob | None = None
         self._received: deque[tuple[str, int, bytes]] = deque()  # by the server's thread; needs no lock
-        self._leaves: list[tuple[Request, set[int]]] = []  # who waits for whom to leave
+        self._leaves: list[tuple[Request, set[int]]] = []  # requests, each with the members that it waits for
         self._signalled = self._stopped = False  # the job is ended from outside; at once
         self._place_requests: dict[int, PlaceRequest] = {}  # the last of each member that lives
         self._endings: dict[int, Ending] = {}  # of members that were lost, as far as they may be blamed
         self._resumable = False
         self._shortage = ""  # the shortage that was printed last
-        self._strangers: deque[int] = deque()  # who has asked though it was given up
+        self._rejected: deque[int] = deque()  # members that requested a place after they were given up
         #: What the job's loop waits on: something was received.
         self.wake, self._alarm = os.pipe()
         for descriptor in (self.wake, self._alarm):
@@ -114,22 +114,22 @@ class Driver:
         return self._membership.over
 
     def summary(self, *, failed: bool) -> str:
-        """What to say at the end; empty: nothing."""
+        """What to print at the end; empty: nothing."""
         if self._resumable:
             return f"status {RESUME_STATUS}: run the job again, to resume from its checkpoint"
         lost = 0 if failed else self._membership.replaced
         processes = f"{lost} process{'es' if lost > 1 else ''}"
-        return f"the job has gone on after the loss of {processes}" if lost else ""
+        return f"the job has continued after the loss of {processes}" if lost else ""
 
     def observe(self, scope: str, member: int, value: bytes) -> None:
-        """A member has written something; on the server's thread."""
+        """Queue a member's message; on the server's thread."""
         if scope.startswith(f"{PLACE_REQUESTS}/") or scope in _SCOPES:
             self._received.append((scope, member, value))
             self._ring()
 
     def _take_steps(self, member: int, value: bytes, now: float) -> None:
         assert self._job is not None
-        if not self._goes_on:
+        if not self._continues:
             return
         try:
             figure = Figure.decoded(value)
@@ -149,7 +149,7 @@ class Driver:
             self._discovery.begin(self._ring)
 
     def turn(self, now: float) -> None:
-        """Look at what was received, and at the time."""
+        """Handle what was received, and the time."""
         assert self._job is not None
         with contextlib.suppress(BlockingIOError):
             while os.read(self.wake, 4096):
@@ -157,7 +157,7 @@ class Driver:
         while self._received:
             scope, member, value = self._received.popleft()
             if scope == LEAVE_NOTICES:
-                self._job.rendezvous.drop(LEAVE_NOTICES)  # each says so once
+                self._job.rendezvous.drop(LEAVE_NOTICES)  # each member sends it once
                 self._leave({member}, now)
                 continue
             if scope == STEPS:
@@ -171,7 +171,7 @@ class Driver:
                 self._membership.progress()
                 continue
             if scope == MESSAGES:
-                self._say(printable(value.decode("utf-8", "replace")))
+                self._report(printable(value.decode("utf-8", "replace")))
                 continue
             try:
                 request = PlaceRequest.decoded(value)
@@ -179,34 +179,36 @@ class Driver:
                 continue
             self._take_place_request(member, request, now)
         if self._stopped or self.over:
-            self._dismiss_all()  # also who has asked before
+            self._dismiss_all()  # also those that requested a place before
         if self._stopped or self._membership.all_are_leaving:
             return
         if self._discovery is not None:
             for text in self._discovery.complaints():
-                self._say(text)
+                self._report(text)
             if (found := self._discovery.take()) is not None:
                 self._discover(found, now)
         self._do(self._membership.time_is(now))
-        self._say_shortage()
-        if self._goes_on and (sentence := self._account.look(now)):
-            self._say(printable(sentence))
+        self._report_shortage()
+        if self._continues and (sentence := self._account.look(now)):
+            self._report(printable(sentence))
 
-    def _say_shortage(self) -> None:
-        """Say once why a job that goes on may end."""
-        shortage = self._membership.shortage if self._goes_on else ""
+    def _report_shortage(self) -> None:
+        """Report a shortage that may end the job, once."""
+        shortage = self._membership.shortage if self._continues else ""
         if shortage and not self._shortage:
-            self._say(f"{shortage}: the job waits {self._limits.timeout_s:g} s for more (--elastic-timeout)")
+            self._report(
+                f"{shortage}: the job waits {self._limits.timeout_s:g} s for more (--elastic-timeout)"
+            )
         self._shortage = shortage
 
     def _take_place_request(self, member: int, request: PlaceRequest, now: float) -> None:
         assert self._job is not None
         former = self._place_requests.get(member, request)
-        if former.after != request.after:  # it has read the answer to that
+        if former.after != request.after:  # it has read the reply to that
             self._job.rendezvous.drop(place_scope(member, former.after))
-        # One that was given up may be heard of again, when its host's network is whole.
+        # A member that was given up may return when its host's network is restored.
         if not self._membership.has(member):
-            self._turn_away(member, request)
+            self._reject(member, request)
             return
         self._place_requests[member] = request
         if self._stopped or self.over:
@@ -229,25 +231,25 @@ class Driver:
         return min(self._membership.next_at(now), self._account.next_at(now))
 
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
-        """Have a member that was lost replaced, and end the job for what would only recur."""
+        """Replace a member that was lost, or end the job if the failure would recur."""
         fate = _fate_of(ending)
         self._place_requests.pop(ending.rank, None)
         assert self._job is not None
         self._job.rendezvous.drop(places_scope(ending.rank))
-        self._tell_who_waits(ending.rank)
+        self._reply_to_leaves(ending.rank)
         if self._stopped:
             return GoOn()
         if fate is not Fate.WELL:
             blamable = self._membership.blamable
             self._endings = {member: item for member, item in self._endings.items() if member in blamable}
             self._endings[ending.rank] = ending
-        if self.over:  # of another cause, which is about to end this one, too
+        if self.over:  # for another reason, which is about to end this one, too
             return StopOthers(now + _SETTLE_S) if ending.failed else GoOn()
         counted = self._membership.staying | set(self._membership.ranks)
         has_finished = ending.progress == FINISHED
         staying = self._membership.staying & set(self._membership.ranks)
         if fate is Fate.WELL and ending.progress == BEGUN and ending.rank in staying:
-            self._say(f"{describe(ending)} before its training was over; the others go on without it")
+            self._report(f"{describe(ending)} before its training was over; the others continue without it")
         has_begun = bool(ending.progress)
         actions = self._membership.ended(
             ending.rank, fate, now, has_begun=has_begun, has_finished=has_finished, why=describe(ending)
@@ -255,23 +257,23 @@ class Driver:
         ends = [action for action in actions if isinstance(action, End)]
         is_loss = ending.rank in counted and not self._membership.all_are_leaving and not has_finished
         if fate in (Fate.LOST, Fate.KILLED) and not ends and is_loss:
-            self._say(f"{describe(ending)}; the job goes on")
+            self._report(f"{describe(ending)}; the job continues")
         if fate is Fate.FAILED and not (ends or has_begun) and is_loss:
-            self._say(f"{describe(ending)} before its elastic function; the job goes on without it")
+            self._report(f"{describe(ending)} before its elastic function; the job continues without it")
         if not any(end.cause == ending.rank for end in ends):
             self._do(actions)
             return GoOn() if fate is Fate.WELL else StartReplacement()
         self._do(action for action in actions if not isinstance(action, End))
         if ends[0].reason:
-            self._say(ends[0].reason)
+            self._report(ends[0].reason)
         return StopOthers(now + _SETTLE_S)
 
     def refuse(self, number: int, problems: Sequence[Problem], now: float) -> set[int]:
-        """A host cannot take part: say why, and go on without it; returns the members that it was to have."""
+        """Report why a host cannot take part, and continue without it; returns the members planned for it."""
         assert self._job is not None
         name = next(host for host, known in self._numbers.items() if known == number)
         for problem in problems:
-            self._say(f"{name} cannot take part for now: {problem.what}: {problem.found}; {problem.cure}")
+            self._report(f"{name} cannot take part for now: {problem.what}: {problem.found}; {problem.cure}")
         gone = self._membership.unready_on(name)
         why = "; ".join(f"{problem.what}: {problem.found}" for problem in problems)
         more_hosts_may_come = self._discovery is not None
@@ -281,7 +283,7 @@ class Driver:
     # Leaving
 
     def stop(self, now: float, *, notice: bool) -> None:
-        """Somebody ends the job: all members leave at their next boundary, if they are given the time."""
+        """End the job on a signal: with notice, all members leave at their next boundary."""
         if self._job is None or self._stopped or self.over:
             return
         self._stopped, self._signalled = not notice, True
@@ -291,18 +293,18 @@ class Driver:
     def host_leaves(self, number: int, now: float) -> None:
         """The agent of a host has received SIGTERM."""
         name = next(host for host, known in self._numbers.items() if known == number)
-        if self._goes_on:
-            self._say(f"{name} leaves with notice")
+        if self._continues:
+            self._report(f"{name} leaves with notice")
         self._do(self._membership.host_leaves(name, now))
 
     @property
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         return not (self.over or self._stopped or self._membership.all_are_leaving)
 
     def _leave(self, members: set[int], now: float) -> None:
-        if self._goes_on:
+        if self._continues:
             for member in sorted(members & self._membership.staying):
-                self._say(f"{self._named(member)} leaves with notice")
+                self._report(f"{self._named(member)} leaves with notice")
         self._do(self._membership.leaves(sorted(members), now))
 
     def _named(self, member: int) -> str:
@@ -315,7 +317,7 @@ class Driver:
         return self._account.situation(late.keys(), self._slow.step_s, now)
 
     def obey(self, request: Request, now: float) -> None:
-        """Somebody wants ranks or hosts to leave."""
+        """Handle a request that ranks or hosts leave."""
         try:
             hosts = [str(host) for host in request.content["hosts"]]
             members = {int(number) for number in request.content["processes"]}
@@ -337,12 +339,12 @@ class Driver:
         self._leave(members, now)
         if request.content.get("wait"):
             self._leaves.append((request, leaving))
-            self._tell_who_waits(-1)
+            self._reply_to_leaves(-1)
         else:
             request.close()
 
-    def _tell_who_waits(self, gone: int) -> None:
-        """A process has ended: whoever waited for it to leave may go."""
+    def _reply_to_leaves(self, gone: int) -> None:
+        """A process has ended: reply to requests that waited for it to leave."""
         for request, members in self._leaves:
             members.discard(gone)
             if not members:
@@ -352,7 +354,7 @@ class Driver:
 
     # Doing
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         assert self._job is not None
         self._job.report(text)
 
@@ -378,7 +380,7 @@ class Driver:
                 self._form(action)
             elif isinstance(action, Lose):
                 if action.reason:
-                    self._say(f"{action.reason}; the job goes on without it")
+                    self._report(f"{action.reason}; the job continues without it")
                     self._job.kill_member(action.member)
                 reason = action.reason or describe(self._endings[action.member])
                 text = json.dumps([True, f"{reason} while the ranks met"]).encode()
@@ -400,7 +402,7 @@ class Driver:
         number = str(self._numbers[action.host])
         local_size = max(host.slots, action.slot + 1)
         knows_rank = place is not None
-        if place is None:  # it receives its rank when it has asked for a place
+        if place is None:  # it receives its rank in the reply to its place request
             place = Placement(1, 0, local_size, action.slot, local_size, 0, 1, number)
         self._job.start_member(
             action.member, place, Host(host.name, host.slots), int(number), knows_rank=knows_rank
@@ -441,21 +443,21 @@ class Driver:
         self._slow.begin(action, self._job)
         size = len(members)
         if generation > 1 or size < self._limits.size:
-            self._say(f"generation {generation}: {size} rank{'s' if size > 1 else ''}")
+            self._report(f"generation {generation}: {size} rank{'s' if size > 1 else ''}")
 
     def _dismiss_all(self) -> None:
-        """Nobody who waits for a place will have one any more."""
+        """Dismiss all members that wait for a place."""
         for member in list(self._place_requests):
             self._dismiss(member)
         self._place_requests.clear()
 
-    def _turn_away(self, member: int, request: PlaceRequest) -> None:
-        """Answer one that is no member; some of these have ended, and read no answer."""
+    def _reject(self, member: int, request: PlaceRequest) -> None:
+        """Reply to a process that is no member; some of these have ended and read no reply."""
         assert self._job is not None
         self._job.rendezvous.post(place_scope(member, request.after), 0, PlaceReply(0).encoded())
-        if len(self._strangers) == _STRANGERS_MAX:
-            self._job.rendezvous.drop(places_scope(self._strangers.popleft()))
-        self._strangers.append(member)
+        if len(self._rejected) == _REJECTED_MAX:
+            self._job.rendezvous.drop(places_scope(self._rejected.popleft()))
+        self._rejected.append(member)
 
     def _dismiss(self, member: int) -> None:
         assert self._job is not None
@@ -471,10 +473,10 @@ class Driver:
         if self._signalled:
             return  # it ends anyway
         cause = None if action.cause is None else self._endings.get(action.cause)
-        said = [
-            f"process {m} says: {q.failure}" for m, q in sorted(self._place_requests.items()) if q.failure
+        failures = [
+            f"process {m} reports: {q.failure}" for m, q in sorted(self._place_requests.items()) if q.failure
         ]
-        reason = action.reason if cause is not None or not said else f"{action.reason}; {said[0]}"
+        reason = action.reason if cause is not None or not failures else f"{action.reason}; {failures[0]}"
         self._resumable = action.resumable
         self._job.end(reason, cause, RESUME_STATUS if action.resumable else 1)
 

@@ -84,7 +84,7 @@ class SlowRanks:
                 job.report(f"{ranks[-1]}; it is process {item.member}")
         for member in sorted(self._named - slow):
             rank = self._formed.members.index(member)
-            job.report(f"rank {rank} on {self._formed.hosts[rank]} is slow no more; it is process {member}")
+            job.report(f"rank {rank} on {self._formed.hosts[rank]} is no longer slow; it is process {member}")
         self._named = slow
         self._number += 1
         generation = self._formed.generation
