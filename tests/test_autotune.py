@@ -58,8 +58,8 @@ def test_search_comes_within_five_percent_of_the_best_of_the_grid(
         random = np.random.default_rng(seed)
         search = Search(SIZES, (7, 4, 4, 5), noise=0.8)
         for _ in range(40):
-            point = search.ask()
-            search.tell(point, speed(point) * (1 + noise * random.standard_normal()))
+            point = search.next_point()
+            search.add(point, speed(point) * (1 + noise * random.standard_normal()))
         found.append(speed(search.best()))
     assert np.median(found) >= 0.95 * best
 
@@ -68,8 +68,8 @@ def test_search_is_the_same_every_time() -> None:
     def asked() -> list[tuple[int, ...]]:
         search, points = Search(SIZES, (0, 0, 0, 0), noise=0.8), []
         for _ in range(10):
-            points.append(search.ask())
-            search.tell(points[-1], smooth(points[-1]))
+            points.append(search.next_point())
+            search.add(points[-1], smooth(points[-1]))
         return points
 
     assert asked() == asked()

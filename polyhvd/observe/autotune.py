@@ -41,27 +41,27 @@ GRID: dict[str, tuple[int, ...]] = {
 }
 Point = tuple[int, ...]  # an index into each field's values
 _NOISE_MIN = 1e-4
-_FIRST_POINTS = 5  # spread over the grid before the model is asked
+_FIRST_POINTS = 5  # spread over the grid before the model is used
 #: Raised when a cache that another program has written is read.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 _COLUMNS = ("phase", *GRID, "steps", "bytes", "seconds", "bytes_per_second")
 
 
 class Search:
-    """Asks for points of a grid, is told their values, and finds the point with the highest. Deterministic.
+    """Proposes points of a grid, receives their values, and finds the highest one. Deterministic.
 
     Args:
         sizes: number of values along each dimension.
-        start: the first point to ask for.
-        noise: the most that may be taken for noise: the variance of a value that is told, as a share of
-            the variance of all of them. How much is noise is estimated.
+        start: the first point to propose.
+        noise: upper bound of the noise, which is estimated: the variance of a single value as a share of the
+            variance of all values.
     """
 
     def __init__(self, sizes: Sequence[int], start: Point, noise: float) -> None:
         self._sizes = tuple(sizes)
         self._noise = max(noise, 2 * _NOISE_MIN)
         self._grid = list(itertools.product(*(range(n) for n in sizes)))
-        self._told: list[tuple[Point, float]] = []
+        self._measured: list[tuple[Point, float]] = []
         self._first = [start, *self._spread(_FIRST_POINTS - 1)]
 
     def _spread(self, count: int) -> list[Point]:
@@ -73,26 +73,26 @@ class Search:
             unit = qmc.Sobol(len(self._sizes), scramble=False).random(count + 1)[1:]
         return [tuple(int(u * n) for u, n in zip(row, self._sizes, strict=True)) for row in unit]
 
-    def ask(self) -> Point:
+    def next_point(self) -> Point:
         """The point to try next."""
-        if len(self._told) < len(self._first):
-            return self._first[len(self._told)]
+        if len(self._measured) < len(self._first):
+            return self._first[len(self._measured)]
         from scipy.stats import norm
 
         model = self._fitted()
         mean, deviation = model.predict(self._places(self._grid), return_std=True)
-        gain = mean - model.predict(self._places([point for point, _ in self._told])).max()
+        gain = mean - model.predict(self._places([point for point, _ in self._measured])).max()
         deviation = np.maximum(deviation, 1e-12)
         z = gain / deviation
         return self._grid[int(np.argmax(gain * norm.cdf(z) + deviation * norm.pdf(z)))]
 
-    def tell(self, point: Point, value: float) -> None:
-        """Learn the value of a point; the same point may be told again."""
-        self._told.append((point, value))
+    def add(self, point: Point, value: float) -> None:
+        """Add the value of a point; the same point may be added again."""
+        self._measured.append((point, value))
 
     def best(self) -> Point:
-        """Of the points that were told, the one with the highest value, noise taken out."""
-        points = [point for point, _ in self._told]
+        """The added point with the highest value, without noise."""
+        points = [point for point, _ in self._measured]
         return points[int(np.argmax(self._fitted().predict(self._places(points))))]
 
     def _places(self, points: Sequence[Point]) -> np.ndarray[Any, Any]:
@@ -109,16 +109,16 @@ class Search:
         model = GaussianProcessRegressor(speed + noise, normalize_y=True)
         with warnings.catch_warnings(), threadpool_limits(1):  # the cores are the training's
             warnings.simplefilter("ignore")  # about values at their bounds
-            model.fit(self._places([p for p, _ in self._told]), [value for _, value in self._told])
+            model.fit(self._places([p for p, _ in self._measured]), [value for _, value in self._measured])
         return model
 
 
 class Autotuner:
-    """Takes samples of the speed, and says what to try next, until it has seen enough.
+    """Takes samples of the speed, and chooses what to try next, until it has enough.
 
     Args:
         config: of rank 0.
-        hosts: of all ranks; with the operations of a step, they tell one job from another.
+        hosts: of all ranks; with the operations of a step, they identify a job.
         tune: hands a tuning to all ranks.
         appends: whether the log has samples of this job already, of a rank 0 that was lost.
 
@@ -153,8 +153,8 @@ class Autotuner:
             tuple(_nearest(values, start[name]) for name, values in GRID.items()),
             settings.autotune_noise,
         )
-        self._point = self._search.ask()
-        self._warmup_left = settings.autotune_warmup_samples
+        self._point = self._search.next_point()
+        self._warmup_remaining = settings.autotune_warmup_samples
         self._samples = 0
         self._file: TextIO | None = None
         if settings.autotune_log:
@@ -182,7 +182,7 @@ class Autotuner:
     def close(self) -> None:
         """Close the log."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # of what was not written, which was said
+            with contextlib.suppress(OSError):  # for unwritten data, which was reported
                 self._file.close()
             self._file = None
 
@@ -191,21 +191,21 @@ class Autotuner:
         if self.done:
             return
         speed = sample.bytes / sample.seconds if sample.seconds > 0 else 0.0
-        known = self._saved().get(self._key(sample)) if self._warmup_left else None
+        known = self._saved().get(self._key(sample)) if self._warmup_remaining else None
         if known is not None:
             self._log_sample("saved", known, sample, speed)
             self._end(known, f"as {self._settings.autotune_cache} has it")
             return
-        if self._warmup_left > 0:
-            self._warmup_left -= 1
+        if self._warmup_remaining > 0:
+            self._warmup_remaining -= 1
             self._log_sample("warm-up", self._point, sample, speed)
             self._tune(_tuning(self._point))  # begins the next sample
             return
         self._log_sample("sample", self._point, sample, speed)
-        self._search.tell(self._point, speed)
+        self._search.add(self._point, speed)
         self._samples += 1
         if self._samples < self._settings.autotune_samples_max:
-            self._point = self._search.ask()
+            self._point = self._search.next_point()
             self._tune(_tuning(self._point))
             return
         best = self._search.best()
@@ -233,7 +233,7 @@ class Autotuner:
             csv.writer(self._file).writerow(row)
             self._file.flush()
         except OSError as error:
-            self._give_log_up(error)
+            self._close_log(error)
 
     def _open_log(self, *, appends: bool) -> None:
         path, mode = self._settings.autotune_log, os.O_APPEND if appends else os.O_TRUNC
@@ -245,9 +245,9 @@ class Autotuner:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            self._give_log_up(error)
+            self._close_log(error)
 
-    def _give_log_up(self, error: OSError) -> None:
+    def _close_log(self, error: OSError) -> None:
         path = self._settings.autotune_log
         _LOG.warning("autotune: the log %s ends here, and tuning goes on: %s", path, error)
         with contextlib.suppress(OSError):
@@ -321,7 +321,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def summary(path: Path) -> list[str]:
-    """What a log says: the first sample, the fastest one, and what was chosen.
+    """Summarize a log: the first sample, the fastest one, and the choice.
 
     Raises:
         OSError, ValueError: the file cannot be read, or is no log.

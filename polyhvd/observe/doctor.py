@@ -56,14 +56,14 @@ def examine() -> dict[str, list[Finding]]:
 def lines(kinds: Mapping[str, Sequence[Finding]]) -> list[str]:
     """What :func:`examine` has found as lines of text, below what this host is."""
     version = _version("polyhvd") or "(not installed)"
-    told = [
+    text = [
         f"polyhvd {version}  {Path(_core.__file__).parent}",
         f"Python {platform.python_version()}  {sys.executable}",
         f"{platform.platform()}, {os.cpu_count()} cores, kernels for {_core.INSTRUCTION_SET}",
     ]
     for kind, findings in kinds.items():
-        told += ["", f"{kind}:", *(f"  {finding}" for finding in findings)]
-    return told
+        text += ["", f"{kind}:", *(f"  {finding}" for finding in findings)]
+    return text
 
 
 def _version(*packages: str) -> str:

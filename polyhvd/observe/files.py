@@ -1,4 +1,4 @@
-"""Opens files that a setting names, without waiting for whoever holds a pipe's other end."""
+"""Opens files that a setting names, without waiting for the other end of a pipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def opener(path: str, flags: int) -> int:
-    """For ``open()``: a FIFO that somebody has put there is an error, or empty, but never waited for."""
+    """For ``open()``: a FIFO in place of the file is an error, or empty, but never blocks."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 

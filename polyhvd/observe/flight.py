@@ -172,7 +172,7 @@ def explain(dumps: Sequence[Dump]) -> list[str]:
     if apart_s > 1:
         lines.append(f"The files were written {apart_s} s apart: some ranks may have gone on meanwhile.")
     lines.append("")
-    differences = _unfinished(dumps) + _unasked(dumps)
+    differences = _unfinished(dumps) + _not_submitted(dumps)
     if not differences:
         return [
             *lines,
@@ -225,7 +225,7 @@ def _unfinished(dumps: Sequence[Dump]) -> list[str]:
     return found
 
 
-def _unasked(dumps: Sequence[Dump]) -> list[str]:
+def _not_submitted(dumps: Sequence[Dump]) -> list[str]:
     """Operations that some members wait for and others have not submitted."""
     waiting: dict[tuple[int, str, str], dict[int, Record]] = {}
     for dump in dumps:
@@ -246,7 +246,7 @@ def _unasked(dumps: Sequence[Dump]) -> list[str]:
             before = f"last ran it in batch {last_run}" if last_run else "never ran it"
             sides.append(f"not by {_ranks(ranks)}, which {before}")
         if not absent:
-            sides.append("of the ranks without a file nothing is known")
+            sides.append("nothing is known about ranks without a file")
         # What was due first: after the fewest batches, and in the order of the last time.
         after = min(_batch_before(by_rank[rank], record) for rank, record in asked.items())
         last_time = max(dump.last_run(key) for dump in dumps)
@@ -262,7 +262,7 @@ def _batch_before(dump: Dump, record: Record) -> int:
 
 
 def _members(dumps: Sequence[Dump], process_set: int) -> set[int]:
-    """Ranks of a process set among those that are known; who has used it is in it."""
+    """Known ranks of a process set: those that have used it are members."""
     return {
         dump.rank
         for dump in dumps

@@ -26,9 +26,9 @@ class Trace:
     """One process's file, read line by line as often as needed."""
 
     path: Path
-    #: Of each world that it tells of, in turn: a process of an elastic job goes from one to the next.
+    #: Of each world in it, in order: a process of an elastic job is in several.
     headers: list[dict[str, Any]] = field(default_factory=list)
-    dropped: int = 0  # events that the file says are missing
+    dropped: int = 0  # number of missing events, as the file has it
 
     @property
     def header(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Trace:
 
     @property
     def clock(self) -> tuple[str, int]:
-        """Whose clock it has: processes of one machine have the same."""
+        """Identifies its clock: processes of one machine have the same."""
         boot = str(self.header["boot"])
         return (boot, -1) if boot else ("", self.process)
 
@@ -125,9 +125,9 @@ class Clock:
 
     @classmethod
     def by_batches(cls, own: _Stays, other: _Stays, otherwise_us: float) -> Clock:
-        """Align by the allreduces that both ran: none is left before all have entered it.
+        """Align by the allreduces that both ran: no rank leaves one before all have entered it.
 
-        That bounds the offset from both sides, again and again; see ``tracing.clock_offset``.
+        Each of them bounds the offset from both sides; see ``tracing.clock_offset``.
         """
         bounds: dict[int, tuple[float, float]] = {}
         for batch in own.keys() & other.keys():
@@ -177,7 +177,7 @@ def _stays(traces: Sequence[Trace]) -> _Stays:
 
 
 def _measured_us(own: Sequence[Trace], base: Sequence[Trace]) -> float:
-    """How far a clock was ahead when these met, in the first world that both tell of."""
+    """How far a clock was ahead in the first world that both files have."""
     offsets = {header["generation"]: header["clock_offset_ns"] for trace in base for header in trace.headers}
     for trace in own:
         for header in trace.headers:
@@ -200,7 +200,7 @@ def _clocks(traces: Sequence[Trace]) -> dict[tuple[str, int], Clock]:
 
 
 class _Rows:
-    """Numbers of rows anew: the two files of one process each have their own."""
+    """Numbers the rows of a process, whose files have different numbers."""
 
     def __init__(self, process: int, out: TextIO) -> None:
         self._process = process
@@ -274,7 +274,7 @@ def _title(traces: Sequence[Trace]) -> str:
 
 
 def merge(out: Path, files: Sequence[Path]) -> list[str]:
-    """Write the events of all files to ``out``, a process for each rank, and return what to tell the user.
+    """Write the events of all files to ``out``, a process for each rank, and return lines for the user.
 
     In an elastic job each process is one, whichever ranks it has had. Ranks of rank 0's machine share its
     clock. Other machines' are aligned by the allreduces that ranks of both ran, and without any by what

@@ -1,4 +1,4 @@
-"""What a rank writes about itself: who it is, how its clock differs, and its timeline.
+"""What a rank writes about itself: its identity, the offset of its clock, and its timeline.
 
 :mod:`polyhvd.observe.timeline` and :mod:`polyhvd.observe.flight` read the files.
 """
@@ -35,17 +35,17 @@ __all__ = [
 
 DYNAMIC = "DYNAMIC"
 _ROUNDS = 8
-#: Where an elastic job goes on, and ranks wait for this: with more error, which is told. Timelines are
-#: aligned by the operations in them anyway.
+#: In later worlds of an elastic job, where ranks wait for this: with a larger error, which is recorded.
+#: Timelines are aligned by the operations in them anyway.
 _ROUNDS_AGAIN = 1
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A timeline that a process takes along from one world to the next.
+    """A timeline that a process carries from one world to the next.
 
     Args:
-        file: it goes on in there.
+        file: in which it continues.
         file_path: that the timeline was started with.
     """
 
@@ -54,7 +54,7 @@ class Carried:
 
 
 def begin(world: World, carried: Carried | None = None) -> None:
-    """Describe this rank to its engine, and go on with its timeline, or start what the environment asks for.
+    """Describe this rank to its engine, and continue its timeline, or start one if a setting asks for it.
 
     Called by ``init()`` on all ranks: with several hosts it compares their clocks.
 
@@ -86,14 +86,14 @@ def begin(world: World, carried: Carried | None = None) -> None:
 def start_timeline(world: World, file_path: str, mark_cycles: bool) -> None:
     """See :func:`polyhvd.start_timeline`."""
     if world.timeline_is_carried and os.fspath(file_path) == world.timeline:
-        return  # it goes on: a function of an elastic job is called again in each world
+        return  # it continues: a function of an elastic job is called again in each world
     if os.path.isdir(file_path):  # whose neighbours the other ranks could write
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file_path)
     own = path_of_rank(Path(file_path), world.placement.rank)
     if world.member is not None and world.placement.generation > 1:
         own = path_of_process(Path(file_path), world.member)
     path = os.fspath(own)
-    with claimed(path):  # says what is wrong as Python does
+    with claimed(path):  # raises the errors that open() does
         world.engine.start_timeline(path, mark_cycles, world.settings.timeline_bytes_max)
     world.timeline = os.fspath(file_path)
 
@@ -116,7 +116,7 @@ def path_of_rank(path: Path, rank: int) -> Path:
 
 
 def path_of_process(path: Path, member: int) -> Path:
-    """Where a process writes that has come to an elastic job later: ranks change, and files keep their names.
+    """The file of a process that joins an elastic job later: its rank may change, its number does not.
 
     Args:
         path: as of :func:`path_of_rank`.
@@ -128,7 +128,7 @@ def path_of_process(path: Path, member: int) -> Path:
 def clock_offset(rounds: Sequence[tuple[int, int, int, int]]) -> tuple[int, int]:
     """Offset of this clock to another one, and the most that it can be wrong by.
 
-    Nobody has left an exchange before everybody has entered it, which bounds the offset from both
+    No rank leaves an exchange before all have entered it, which bounds the offset from both
     sides; the middle of the tightest bounds is taken.
 
     Args:
@@ -143,8 +143,8 @@ def _measure_clock(world: World) -> tuple[int, int]:
     """Offset of this rank's clock to rank 0's, by a few small collectives."""
     gathered = []
     left = 0
-    goes_on = world.member is not None and world.placement.generation > 1
-    for _ in range((_ROUNDS_AGAIN if goes_on else _ROUNDS) + 1):
+    is_later = world.member is not None and world.placement.generation > 1
+    for _ in range((_ROUNDS_AGAIN if is_later else _ROUNDS) + 1):
         own = np.array([[time.monotonic_ns(), left]], dtype=np.int64)
         handle = world.engine.submit(OpKind.ALLGATHER, "polyhvd.clock", (own,), None, blocking=True)
         handle.wait()
