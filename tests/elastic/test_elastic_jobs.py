@@ -468,7 +468,7 @@ def test_rank_that_ends_well_in_mid_training_is_named(launcher: Launcher) -> Non
     options = ("-np", "3", "--min-np", "1", "-H", "localhost:3")
     status, out, err = launcher.run(*options, source=TRAINS.replace("WAY", "'exit'"))
     assert (status, out.count("end")) == (0, 2), err
-    said = "process 1 on localhost exited with status 0 before its training was over; the others go on"
+    said = "process 1 on localhost exited with status 0 before its training was over; the others continue"
     assert said in err
 
 
