@@ -80,7 +80,7 @@ const char* advice_for(Code code) {
          "compute-sanitizer tells";
 }
 
-// For ends: the driver may have ended before, and nobody could do anything about an error.
+// For cleanup: the driver may have ended before, and an error could not be handled.
 class CurrentAtEnd {
  public:
   explicit CurrentAtEnd(const Context& context)
@@ -103,8 +103,8 @@ Address address_of(const std::byte* data) { return reinterpret_cast<std::uintptr
 
 }  // namespace
 
-// An event of a context's: one of its free ones, for as long as this lives, or somebody else's.
-// A stream that was told to wait for it keeps waiting for this recording, whatever the event is
+// An event of a context's: one of its free ones, for as long as this lives, or another library's.
+// A stream that waits for it keeps waiting for this recording, whatever the event is
 // used for later.
 class Event final : public DeviceEvent {
  public:

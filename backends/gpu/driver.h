@@ -1,7 +1,7 @@
 // The CUDA driver that is found at run time, on the first use of a GPU, and what is owned of it:
 // contexts, streams, events and memory. No header of CUDA is needed. Any thread may call.
 //
-// Errors are thrown as Failure with the driver's words, the call and the GPU: kInvalidArgument
+// Errors are thrown as Failure with the driver's text, the call and the GPU: kInvalidArgument
 // where there is no driver or no such GPU, and kInternal for the rest.
 #pragma once
 
@@ -58,7 +58,7 @@ struct Functions {
 // The library. To make one costs nothing.
 class Driver {
  public:
-  // `rank` is whose errors these are; `library` is a file name or a path.
+  // `rank` is named in errors; `library` is a file name or a path.
   explicit Driver(int rank, std::string library = "libcuda.so.1")
       : rank_(rank), library_(std::move(library)) {}
   Driver(const Driver&) = delete;
@@ -106,7 +106,7 @@ class Context : public std::enable_shared_from_this<Context> {
 
   // After all that the stream was given up to now.
   DeviceEventPtr record(Stream stream);
-  // Recorded by somebody else, who keeps it as it is while it is asked.
+  // Recorded by another library, which does not change it while it is queried.
   DeviceEventPtr borrow(RawEvent event);
   // On the GPU. Null for no bytes. Its end waits for whatever the GPU is doing.
   std::shared_ptr<std::byte> allocate(std::size_t bytes);
@@ -138,7 +138,7 @@ class Current {
   const Functions& functions_;
 };
 
-// A stream of ours. It waits for no other one unless told to.
+// A stream of polyhvd's. It waits for no other one unless made to.
 class OwnStream {
  public:
   // With the GPU's highest priority, or with the usual one.

@@ -85,7 +85,7 @@ void Staging::check() const {
 }
 
 // What still waits for a program's own work after that may wait for ever, and reads and writes
-// pinned memory that nobody gets any more.
+// pinned memory that is not handed out any more.
 void Staging::settle() noexcept {
   if (!streams_ || std::exchange(settled_, true)) return;
   try {

@@ -75,7 +75,7 @@ class Staging {
   std::array<Slot, 3> slots_;  // on the way in, with the CPUs, on the way out
   Slot large_;                 // for what is done in one round, however large
   std::size_t turn_ = 0;
-  bool fetching_ = false;    // something was fetched, of which no event tells yet
+  bool fetching_ = false;    // something was fetched that no event covers yet
   bool delivering_ = false;  // likewise
   bool settled_ = false;
   DeviceEventPtr delivered_;  // the last one since begin()

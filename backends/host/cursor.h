@@ -11,7 +11,7 @@
 
 namespace polyhvd::host {
 
-// Outputs that nobody has read lie in no cache, and a plain store fetches each line first.
+// Outputs that were not read are in no cache, and a plain store fetches each line first.
 // So many bytes of them are gone from the caches before anybody looks.
 inline constexpr std::size_t kOutputsPastCachesMin = 4 << 20;
 

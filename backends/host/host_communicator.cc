@@ -339,7 +339,7 @@ void HostCommunicator::hand_on(Segments out, int root_side, Deadline deadline) {
   const int below = self == 0 ? hosts() : self & -self;
   std::vector<int> children;
   for (int h = 1; h < below && self + h < hosts(); h *= 2) children.push_back(leader(self + h));
-  std::ranges::reverse(children);  // who has most to pass on is first
+  std::ranges::reverse(children);  // the one with most to pass on is first
   for (const Segment& segment : out) {
     for (std::size_t at = 0; at < segment.bytes; at += kPieceBytes) {
       const Bytes piece(segment.data + at, std::min(kPieceBytes, segment.bytes - at));

@@ -280,7 +280,7 @@ void HostCommunicator::alltoall_here(ConstBytes in, Bytes out, Counts counts, De
 }
 
 // In round k every rank sends to the k-th after it and receives from the k-th before
-// it. Pairs on one host have nothing to say here.
+// it. Pairs on one host do not matter here.
 void HostCommunicator::alltoall_across(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
   const std::size_t n = members_.size();
   const auto self = static_cast<std::size_t>(position_);

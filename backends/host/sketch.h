@@ -1,4 +1,4 @@
-// What is kept of a tensor to tell later how far two of them are apart. Pure; any thread.
+// A summary of a tensor, to estimate later how far two of them are apart. Pure; any thread.
 //
 // Element i belongs to row i / 64 and column i % 64. All is computed in double, each column
 // from its first row to its last, and columns from the first to the last. So the result

@@ -38,7 +38,7 @@ class BlockingCall {
   std::string name_;  // of MPI's function
   std::function<void()> call_;
   std::optional<Error> error_;         // before finished_ is true the thread's alone
-  std::atomic<bool> finished_{false};  // set under the mutex, for those who sleep
+  std::atomic<bool> finished_{false};  // set under the mutex, for threads that sleep
   mutable OrderedMutex<LockRank::mpi_call> mutex_;
   mutable OrderedCondition returned_;
 };
@@ -49,7 +49,7 @@ class BlockingCalls {
   BlockingCalls(const BlockingCalls&) = delete;
   BlockingCalls& operator=(const BlockingCalls&) = delete;
 
-  // `call` owns all that it touches, as nobody may be left when it returns. Throws
+  // `call` owns all that it touches, since the caller may be gone when it returns. Throws
   // Failure(kPeerLost) while an earlier one has not returned.
   std::shared_ptr<BlockingCall> begin(std::string name, std::function<void()> call);
 

@@ -262,7 +262,7 @@ class Bound final : public Library {
   void start_receive(void* data, int count, int from, Handle c, Handle& request) override {
     check("MPI_Irecv", mpi_.Irecv(data, count, values_.bytes, from, kTag, in(c), &in(request)));
   }
-  // Looks for a message that never comes: libraries do what there is to do before they say no.
+  // Looks for a message that never comes: libraries make progress before they return false.
   void move_along(Handle c) override {
     int found = 0;
     check("MPI_Iprobe", mpi_.Iprobe(0, kNobodysTag, in(c), &found, values_.status_ignore));

@@ -31,13 +31,13 @@ using ReduceFunction = void (*)(void* in, void* inout, int* count, void* datatyp
 enum class BuiltIn : std::uint8_t { kSum = 0, kProduct = 1, kMin = 2, kMax = 3 };
 
 // Thread-safe as far as MPI was asked for it. What starts something returns at once; its
-// buffers and counts belong to MPI until test() has said true.
+// buffers and counts belong to MPI until test() returns true.
 class Library {
  public:
   virtual ~Library() = default;
 
   const std::string& path() const noexcept { return path_; }
-  // The first line of what the library says about itself, such as "Open MPI v4.1.4, ...".
+  // The first line of the library's version, such as "Open MPI v4.1.4, ...".
   const std::string& version() const noexcept { return version_; }
   virtual std::string_view family() const noexcept = 0;
   // A handle as another library holds it, given as a number.

@@ -53,7 +53,7 @@ class Resources {
   // The same for a call that waits for other ranks; throws what it has thrown, too.
   void await(const BlockingCall& call, Deadline deadline);
   // What was sent may still lie with this rank, after its operation: Open MPI and MPICH send on
-  // while they are called, and nobody may call them for long. Not beside calls of the program's,
+  // while they are called, and no thread may call them for long. Not beside calls of the program's,
   // where MPI serves one thread at a time, nor beside a call that another thread of ours waits in.
   void move_along(bool pending) {
     if (!usable()) return;

@@ -43,7 +43,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
                                 const Tick& tick);
 
   // Begins to make a communicator of ranks of another one. All of them call it, whereas MPI may
-  // never say that one does not come: who stops waiting gives up.
+  // never say that one does not come: a caller that stops waiting gives up.
   struct Making {
     std::shared_ptr<BlockingCall> call;
     std::shared_ptr<const Handle> made;  // when the call has finished
@@ -59,7 +59,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // process ends without the destructors of libraries, of which MPI's may wait, too.
   void give_up() noexcept;
   bool usable() const noexcept { return !given_up_.load() && !library_->finalized(); }
-  // At the end of the process: finalises MPI if it was initialised here and nobody has failed.
+  // At the end of the process: finalises MPI if it was initialised here and no rank has failed.
   // Other ranks may come to that much later; throws what `tick` throws.
   void finish(const Tick& tick);
 
@@ -92,9 +92,10 @@ class Session {
   Library& library() const noexcept { return runtime_->library(); }
   Handle communicator() const noexcept { return communicator_; }
 
-  // For each rank the first rank that MPI says shares memory with it. On all ranks together.
+  // For each rank the first rank that shares memory with it, according to MPI. On all ranks
+  // together.
   std::vector<int> hosts(const Runtime::Tick& tick);
-  // What every rank says, in order. On all ranks together.
+  // The texts of all ranks, in order. On all ranks together.
   std::vector<std::string> gather(const std::string& mine, const Runtime::Tick& tick);
 
  private:

@@ -95,7 +95,7 @@ class Library {
   const std::string& path() const noexcept { return path_; }
   int version() const noexcept { return version_; }
 
-  // NCCL's words for a result, and for what went wrong last with a communicator.
+  // NCCL's text for a result, and for the last error of a communicator.
   std::string words(Result result, Comm comm = nullptr) const;
   // Throws Failure unless the call has succeeded, or has begun.
   void check(const char* function, Result result, Comm comm = nullptr) const;

@@ -69,7 +69,7 @@ class Resources {
 
 class NcclBackend final : public Backend {
  public:
-  // `staged` serves what NCCL does not, `between_hosts` those who reduce by levels; both
+  // `staged` serves what NCCL does not, `between_hosts` process sets that reduce by levels; both
   // outlive this.
   NcclBackend(Resources& resources, Backend& staged, Backend& between_hosts)
       : resources_(resources), staged_(staged), between_hosts_(between_hosts) {}

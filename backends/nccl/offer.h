@@ -1,4 +1,4 @@
-// What the ranks of a process set tell each other before NCCL connects them, and whether that
+// What the ranks of a process set exchange before NCCL connects them, and whether that
 // can go well. Pure.
 #pragma once
 
@@ -28,7 +28,7 @@ void put(std::array<char, n>& to, std::string_view text) {
 }
 
 // Why NCCL cannot serve these ranks, all that stand in the way; nothing when it can. `name_of`
-// says which rank a position is.
+// returns the rank of a position.
 std::optional<std::string> objection(std::span<const Offer> offers,
                                      const std::function<std::string(std::size_t)>& name_of);
 

@@ -12,7 +12,7 @@ namespace polyhvd::shm {
 namespace {
 
 // What a word holds, beside the id of the thread that holds it. The bit for waiters is always set
-// with an id, so that the kernel wakes whoever sleeps on the word.
+// with an id, so that the kernel wakes threads that sleep on the word.
 constexpr std::uint32_t kNotHeld = 0;
 constexpr std::uint32_t kLetGo = FUTEX_WAITERS;
 
@@ -82,7 +82,7 @@ void DeathWatch::watch() noexcept {
   int local = self_;
   const auto advance = [&] { local = (local + 1) % segment_.local_size(); };
   for (advance(); stop_.load() == 0;) {
-    if (local == self_ || found_.load() >= 0) {  // there is nobody to watch any more
+    if (local == self_ || found_.load() >= 0) {  // there is no rank to watch any more
       sleep_on(stop_, 0);
       continue;
     }

@@ -15,16 +15,16 @@
 
 namespace polyhvd::shm {
 
-// Each rank holds a word of the segment as a robust futex (set_robust_list(2)), which nobody ever
-// waits to take. A thread of this object holds it, for the kernel's list of such words is one
+// Each rank holds a word of the segment as a robust futex (set_robust_list(2)), which no thread
+// ever waits to take. A thread of this object holds it, for the kernel's list of such words is one
 // thread's: it marks them when that thread ends, whether the process was killed, has crashed, has
 // called _exit() or has executed another program. The thread does nothing else that could lock
 // anything, so that the C library's own list for it stays empty and is not missed. A stopped
 // process keeps its word, and a forked one has none.
 //
 // While it holds its word, the thread sleeps on that of one other rank: the next one in a ring that
-// has not let go of its own. If ranks die, the one before a dead rank lives, or nobody is left to
-// tell; and a world ends with its first death. So it is one thread for a rank and one wake-up for
+// has not let go of its own. If ranks die, the one before a dead rank lives, or no rank is left to
+// notify; and a world ends with its first death. So it is one thread for a rank and one wake-up for
 // a death, whatever the number of ranks, and nothing on the way of an operation.
 //
 // Where the kernel refuses the list, the word stays free, and a death is known by its sockets. So
@@ -34,14 +34,14 @@ class DeathWatch {
  public:
   // `on_death` runs on the watch's thread, once at most, after found() has changed.
   DeathWatch(Segment& segment, int self, std::function<void()> on_death);
-  // Lets go of the word, so that nobody takes the end of the thread for a death.
+  // Releases the word, so that the end of the thread is not taken for a death.
   ~DeathWatch();
   DeathWatch(const DeathWatch&) = delete;
   DeathWatch& operator=(const DeathWatch&) = delete;
 
   // The position of a rank that has died without having departed; -1: none is known. Any thread.
   int found() const noexcept { return found_.load(std::memory_order_acquire); }
-  // All of whom that can be said now, in ascending order. Any thread.
+  // All ranks that are known to have died, in ascending order. Any thread.
   std::vector<int> dead() const;
 
  private:

@@ -1,6 +1,6 @@
 // The memory that the ranks of one host share: liveness words, control rings
 // and staging areas. A sealed memfd: nothing is left after a kill -9.
-// Nobody waits for a lock here, so a rank that dies in the middle blocks nobody.
+// No rank waits for a lock here, so a rank that dies at any point blocks no other.
 #pragma once
 
 #include <atomic>
@@ -40,8 +40,8 @@ struct Staging {
   Counter* begun = nullptr;    // begun[m]: steps that m has started, its data in place
   Counter* reduced = nullptr;  // reduced[m]: steps whose own slice m has reduced
   Counter* writing = nullptr;  // writing[m]: 1 while m may write into other members' memory
-  Counter* closed = nullptr;   // closed[m]: steps in which nobody may write into m's any more
-  Counter* notes = nullptr;    // what m says at the beginning of a step; see note()
+  Counter* closed = nullptr;   // closed[m]: steps in which no rank may write into m's any more
+  Counter* notes = nullptr;    // what m publishes at the beginning of a step; see note()
   std::byte* base = nullptr;
   int size = 0;
   std::size_t chunk_bytes = 0;

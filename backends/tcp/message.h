@@ -1,7 +1,7 @@
 // One message on a data connection: a header of 24 bytes, the bytes, and a tail of 4.
 // Every message has a number, so that one which was lost, came twice or was cut short
 // is noticed at once, and never taken for another's bytes. Bytes of tensors carry no MAC;
-// the last message, which says why nothing follows, does. Pure.
+// the last message, with the reason why nothing follows, does. Pure.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ enum class MessageKind : std::uint32_t {
   kData = 1,
   kSummedData = 2,  // the tail covers the bytes
   kGoodbye = 3,     // the sender has left in good order; nothing follows, and no tail
-  kFailure = 4,     // the bytes say why the sender's engine has ended; nothing follows
+  kFailure = 4,     // the bytes are the reason why the sender's engine has ended; nothing follows
 };
 
 // Little endian, as it lies.

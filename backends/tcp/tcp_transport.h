@@ -25,7 +25,7 @@ class TcpTransport final : public Transport {
     bool checksums = false;  // of the bytes that this rank sends; what comes with one is checked
     // Names a peer in messages, such as "rank 3 (pid 812 on algo-2)".
     std::function<std::string(int world_rank)> described;
-    // Told of a peer that closes without last words; throws.
+    // Called for a peer that closes without last words; throws.
     std::function<void(int world_rank)> on_lost;
   };
 
@@ -39,7 +39,7 @@ class TcpTransport final : public Transport {
   void settle(std::size_t most, Deadline deadline) override;
 
   // The last words to every peer, best effort: that this rank leaves in good order, or
-  // why its engine has ended. A peer that is in the middle of a message hears nothing.
+  // why its engine has ended. A peer that is in the middle of a message receives nothing.
   void say_goodbye() noexcept;
   void say_failure(const Error& error) noexcept;
 

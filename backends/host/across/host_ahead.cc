@@ -1,5 +1,5 @@
 // HostCommunicator, fourth part: an allreduce between hosts that have one rank each. Nothing is to
-// be added within a host, and nobody else there waits: terms cross as they lie in the tensors, in
+// be added within a host, and no other rank there waits: terms cross as they lie in the tensors, in
 // their own type, and several chunks are on their way while this rank adds.
 #include <algorithm>
 

@@ -58,7 +58,7 @@ class AttachedGroup {
   static constexpr CostChoice<Way>::Habit kHabit{
       .advantage = 1.25F, .first_trial = 4, .trial_every = 256, .trials_in_row = 2};
 
-  // Of a reduction, to tell which way is faster. The same on all ranks but for `ticks`.
+  // Of a reduction, to decide which method is faster. The same on all ranks but for `ticks`.
   struct Weighed {
     std::size_t index = 0;  // into ways_
     Way way = Way::kStaged;

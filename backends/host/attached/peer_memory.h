@@ -20,7 +20,7 @@ namespace polyhvd::host {
 int read_memory(pid_t process, std::span<const iovec> theirs, std::byte* to);
 int write_memory(pid_t process, std::span<const iovec> mine, std::span<const iovec> theirs);
 
-// Whether other processes can get at all of these, as far as the first byte of each tells.
+// Whether other processes can read all of these, judging by the first byte of each.
 bool is_within_reach(Segments segments);
 
 // Where Yama lets only ancestors trace, lets the other children of this one's parent.

@@ -26,7 +26,7 @@ LocalGroup::LocalGroup(Resources& resources, shm::Staging staging, const Place& 
 void LocalGroup::wake_others() {
   for (int m = 0; m < size(); ++m) {
     if (m == self_) continue;
-    // All have agreed to what is under way: who does not drive, waits.
+    // All have agreed on the operation in progress: ranks that do not drive wait.
     resources_.peers->wake(locals_[static_cast<std::size_t>(m)], Parking::kWaiting);
   }
 }
@@ -41,7 +41,7 @@ void LocalGroup::await_counter(const shm::Counter* counters, int member, std::ui
   try {
     resources_.parking->await([&] { return counter.value.load() >= value; }, deadline);
   } catch (const Failure& failure) {
-    // A stall that ends the job is told as it is.
+    // A stall that ends the job is reported as such.
     if (failure.error().code != ErrorCode::kTimeout || Parking::Clock::now() < deadline) throw;
     fail_late(rank);
   }
@@ -59,7 +59,7 @@ void LocalGroup::fail_late(int rank) const {
                     "be suspended, or short of a processor");
 }
 
-// All execute removals, and in the same order: nobody who is still before that one waits for us.
+// All execute removals, and in the same order: no rank that is still before that one waits for us.
 void LocalGroup::take_over(Deadline deadline) {
   const auto domain =
       static_cast<std::size_t>(resources_.domain_of[static_cast<std::size_t>(resources_.rank)]);

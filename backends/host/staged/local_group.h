@@ -1,5 +1,5 @@
 // The members of a process set on this host, stepping together through their
-// staging area. A step: everybody puts bytes into its region, says so, and reads
+// staging area. A step: each rank puts bytes into its region, announces them, and reads
 // the others' regions.
 #pragma once
 
@@ -53,7 +53,7 @@ class LocalGroup {
   void note(std::uint64_t step, std::uint64_t word) noexcept {
     staging_.note(self_, step).store(word, std::memory_order_relaxed);
   }
-  // Of the other member, who has begun the step.
+  // Of the other member, which has begun the step.
   std::uint64_t note_of(int member, std::uint64_t step) const noexcept {
     return staging_.note(member, step).load(std::memory_order_relaxed);
   }
@@ -67,9 +67,9 @@ class LocalGroup {
     if (staging_.closed[member].value.load() <= step) write();
     writing.store(0, std::memory_order_release);
   }
-  // Returns when nobody writes into this member's memory any more in this step. `is_gone(m)`
-  // tells whether m has ended. Who is suspended in the middle of write_into() is waited for only
-  // so long: most probably it has written, and it is not known when it goes on.
+  // Returns when no rank writes into this member's memory any more in this step. `is_gone(m)`
+  // returns whether m has ended. The wait for a rank that is suspended in write_into() has a
+  // limit: most probably it has written, and it is not known when it continues.
   template <class IsGone>
   void close(std::uint64_t step, IsGone&& is_gone) {
     constexpr auto kPatience = std::chrono::seconds(1);

@@ -25,7 +25,7 @@ inline constexpr StoreChoice::Habit kStoreHabit{
 
 class StagingWriter {
  public:
-  // Shorter pieces say little about the way they went.
+  // Shorter pieces show little about their method.
   static constexpr std::size_t kBytesMin = 16 << 10;
 
   void write(std::byte* to, const std::byte* from, std::size_t bytes) noexcept;

@@ -41,7 +41,7 @@ typedef struct polyhvd_submission {
   int32_t queue_duplicates;
   const char* where;  // "train.py:88" or null
   // Null, or set by submit() to whether lend() is to follow at once on this thread: the
-  // operation is small and alone, and nobody was woken for it.
+  // operation is small and the only one, and no thread was woken for it.
   int32_t* lends;
   // alltoall: rows for each member, as int64; null for equal parts.
   const int64_t* numbers;
@@ -64,7 +64,7 @@ typedef struct polyhvd_submission {
   // is recorded on `stream` in submit(), after all that the stream was given by then.
   //
   // `stream`: whose work uses the outputs; null: the device's default stream. Before done() says
-  // that all went well, the stream is told to wait for the outputs, so that what is given to it
+  // that all went well, the stream is made to wait for the outputs, so that what is given to it
   // afterwards, in done() or later, reads the results. done() itself comes when the work is
   // ordered, not when the device is through with it: the inputs' memory is not to be freed, or
   // used by another stream, but after the stream has got there. After an error the outputs are

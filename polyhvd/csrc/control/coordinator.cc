@@ -152,7 +152,7 @@ void Coordinator::add_subtree_request(const Request& request, const Subtree& fro
   if (is_complete(negotiation.present, negotiation.members)) complete(key);
 }
 
-// The join itself is complete when all ranks have said so, and runs last.
+// The join itself is complete when all ranks have joined, and runs last.
 void Coordinator::add_join(int rank) {
   joined_.insert(rank);
   last_joined_ = rank;
@@ -304,7 +304,7 @@ Request Coordinator::request_of(const Known& known, int position, Turn turn) con
     }
   }
   request.turn = turn;
-  if (turn != 0) {  // from where, nobody knows: a template serves many lines
+  if (turn != 0) {  // from where is unknown: a template serves many lines
     request.name = TurnName(agreement.kind, turn).text();
     return request;
   }
@@ -469,7 +469,7 @@ void Coordinator::forget(CacheId id) {
   next_.evictions.push_back(id);
 }
 
-// Evicts the least recently used ids that nobody waits for. Ids that run in this
+// Evicts the least recently used ids that no rank waits for. Ids that run in this
 // very decision go last; they are at the end of by_age_.
 void Coordinator::shrink_cache() {
   const auto is_idle = [](const Known& known) {

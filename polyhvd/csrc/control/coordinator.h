@@ -49,7 +49,7 @@ class Coordinator {
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
 
-  // `from` is who has sent it: a subtree hit speaks for its ranks, as far as they are
+  // `from` is the sender: a subtree hit speaks for its ranks, as far as they are
   // members of the set.
   // Throws Failure(kInternal) on a breach of protocol, such as a rank that
   // reports a pending operation twice; nothing can be decided after that.
@@ -143,14 +143,14 @@ class Coordinator {
 
   // Whether all members of a set have reported, or have joined.
   bool is_complete(const MemberMask& present, std::span<const int> members) const;
-  // A rank has joined: what waited for it alone can run.
+  // A rank has joined: operations that waited only for it can run.
   void add_join(int rank);
   void complete_without_joined();
   void forget_set(ProcessSetId set);
 
   bool is_doomed(ProcessSetId set) const;
   void refuse_removed(const TurnKey& key, const std::string& name);
-  // `waiting`: who asks for it.
+  // `waiting`: the ranks that have requested it.
   void refuse_departed(const TurnKey& key, const std::string& name,
                        const std::vector<int>& waiting);
   // How often what is refused or stalled has run before.

@@ -201,14 +201,14 @@ void Coordinator::refuse_rounds_of_removed(ProcessSetId set) {
 // ---- templates ------------------------------------------------------------------
 
 std::optional<CacheId> Coordinator::find_template(const Agreement& agreement) const {
-  if (changes_membership(agreement.kind)) return std::nullopt;  // each is judged anew
+  if (changes_membership(agreement.kind)) return std::nullopt;  // each is negotiated again
   for (const CacheId id : cache_.alike(agreement)) {
     if (known_.contains(id) && *cache_.get(id) == agreement) return id;
   }
   return std::nullopt;
 }
 
-// Makes room for another one: the one that nobody waits for and that ran least recently goes.
+// Makes room for another one: evicts the least recently run one that no rank waits for.
 void Coordinator::keep_few_alike(const Agreement& agreement) {
   std::size_t count = 0;
   const Known* oldest = nullptr;

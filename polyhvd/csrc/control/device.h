@@ -34,7 +34,7 @@ class Devices {
   virtual ~Devices() = default;
   // After everything that the stream was given up to now.
   virtual DeviceEventPtr record(Device device, Stream stream) = 0;
-  // Of an event that somebody else has recorded, and keeps as it is while it is asked.
+  // Of an event that another library has recorded, and does not change while it is queried.
   virtual DeviceEventPtr borrow(Device device, RawEvent event) = 0;
   // Returned when the last owner lets go of it, whatever the device still does with it.
   virtual std::shared_ptr<std::byte> allocate(Device device, std::size_t bytes) = 0;

@@ -56,7 +56,7 @@ bool FrameReader::next(std::string& payload) {
   if (unread.size() < kFrameHeaderBytes) return false;
   Header header;
   std::memcpy(&header, unread.data(), sizeof header);
-  // Before the length is believed: waiting for bytes that nobody sends has no end.
+  // Before the length is believed: waiting for bytes that are never sent has no end.
   if (crc_of(header, count_) != header.crc || header.length > kFrameBytesMax) {
     throw Failure(ErrorCode::kPeerLost,
                   "the header of a frame fails its checksum: bytes were changed, lost or put in");

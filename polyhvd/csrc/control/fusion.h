@@ -13,7 +13,7 @@ namespace polyhvd {
 
 struct FusionPolicy {
   std::size_t bytes_max = 128u << 20;
-  bool groups_apart = false;  // a request of several tensors is a batch of its own
+  bool groups_apart = false;  // a request of several tensors is a separate batch
 };
 
 // Orders `ready` by priority (higher first, else as given) and packs allreduces, and
@@ -21,7 +21,7 @@ struct FusionPolicy {
 // bytes_max, looking past those of other kinds: float16 between float32 does
 // not break a batch. Allgathers of the same (process set, device) are packed whatever their
 // dtypes; what counts are the bytes of all members. A batch stands where its first member stood.
-// A request larger than bytes_max, or a reduction of several dtypes, is a batch of its own.
+// A request larger than bytes_max, or a reduction of several dtypes, is a separate batch.
 std::vector<Batch> fuse(std::span<const CacheId> ready,
                         const std::function<const Agreement&(CacheId)>& agreement_of,
                         const FusionPolicy& policy);

@@ -1,4 +1,4 @@
-// What rank 0 asks about ranks that others wait for, and what it is told. Plain
+// Inquiries of rank 0 about ranks that others wait for, and the answers. Plain
 // values; wire.h encodes them.
 #pragma once
 

@@ -29,7 +29,7 @@ struct Negotiation {
   std::span<const int> members;
   MemberMask present;                     // by position in the process set
   Request first;                          // of all of them that are not in `others`
-  std::map<std::size_t, Request> others;  // who asks otherwise, by position
+  std::map<std::size_t, Request> others;  // members whose request differs, by position
   Time since;
   CacheId cached = 0;  // the id that leads here as long as this is pending, or 0
 };

@@ -50,12 +50,12 @@ struct Submission {
   // Of tensors on a device: the stream that makes the inputs and is done with the outputs.
   Stream stream = nullptr;
   RawEvent event = nullptr;    // the inputs are made when it is reached; null: what `stream` does
-  bool orders_stream = false;  // before `done`, `stream` is told to wait for the outputs
+  bool orders_stream = false;  // before `done`, `stream` waits for the outputs
   DeviceEventPtr ready;        // by Engine::submit: `event`, or where the stream was then
 };
 
 inline constexpr Turn kNextTurn = ~Turn{0};
-// What `sized` is told of a member that takes no part in an alltoall.
+// The number that `sized` receives for a member that takes no part in an alltoall.
 inline constexpr std::int64_t kNoRows = -1;
 
 // Makes it a call without a name; its kind is known. Until it has its turn it is called by

@@ -164,7 +164,7 @@ void Relay::pass_on_request(const Request& request, const ResponseCache& cache) 
   if (joined_ || doomed_.contains(request.process_set)) return;
   const auto id = cache.id_of(request.process_set, request.name);
   if (!id) return;
-  // The name is negotiated anew, so the coordinator needs every side of it.
+  // The name is negotiated again, so the coordinator needs every side of it.
   Partial& partial = partial_of(*id, request.process_set);
   const auto position = position_in(partial.members, request.rank);
   if (!position) fail_not_member(*id);

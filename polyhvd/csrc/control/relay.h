@@ -23,7 +23,7 @@ class Relay {
   // `ranks` are the world ranks at and below this node. `sets` must outlive this.
   Relay(const ProcessSets& sets, std::vector<int> ranks);
 
-  // A report of one child, or of this node's own rank: `from` is who has sent it.
+  // A report of one child, or of this node's own rank: `from` is the sender.
   // `cache` is this node's replica.
   void add(const Report& report, const Subtree& from, const ResponseCache& cache, Time now);
 
@@ -84,7 +84,7 @@ class Relay {
   void add_subtree_hit(CacheId id, const Subtree& from, const ResponseCache& cache, Time now);
   void add_hit(int rank, CacheId id, const ResponseCache& cache, Time now);
   void add_member(CacheId id, Partial& partial, int position, Time now);
-  // After somebody was seen: the round is over, or waits for the rest.
+  // After a rank was seen: the round is over, or waits for the rest.
   void settle(CacheId id, Partial& partial, Time now);
   void add_subtree_request(const Request& request, const MemberMask& members,
                            const ResponseCache& cache, Time now);
@@ -108,7 +108,7 @@ class Relay {
   std::unordered_map<TurnKey, Round, TurnKeyHash> rounds_;
   std::list<TurnKey> waiting_rounds_;  // with hits held back, the oldest first
   std::set<ProcessSetId> doomed_;
-  bool joined_ = false;  // somebody below has joined: subtrees are never complete
+  bool joined_ = false;  // a rank below has joined: subtrees are never complete
   Report next_;
 };
 

@@ -1,5 +1,5 @@
 // A rank's wish (Request), what all ranks agreed on (Agreement), and what the
-// coordinator tells them to do next (Decision). Plain values; wire.h encodes them.
+// coordinator decides next (Decision). Plain values; wire.h encodes them.
 #pragma once
 
 #include <compare>
@@ -51,7 +51,7 @@ struct TurnKeyHash {
   }
 };
 
-// Whether they are equal but for who asks.
+// Whether they are equal except for the rank.
 inline bool asks_alike(const Request& a, const Request& b) {
   return a.name == b.name && a.process_set == b.process_set && a.kind == b.kind && a.op == b.op &&
          a.dtype == b.dtype && a.dtypes == b.dtypes && a.device == b.device && a.root == b.root &&

@@ -3,8 +3,8 @@
 // ranks. Part of a relay. Pure.
 //
 // It does so for the first round of a name only. A name that is asked for anew was
-// evicted, and some of its round may have gone up as hits: who is still to come cannot
-// be told here.
+// evicted, and some of its round may have gone up as hits: which ranks are still to come is
+// not known here.
 #pragma once
 
 #include <list>

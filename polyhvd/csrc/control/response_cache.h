@@ -169,7 +169,7 @@ bool satisfies(const Agreement& agreement, const Asked& asked, int position) {
     case OpKind::kJoin:
     case OpKind::kAddProcessSet:
     case OpKind::kRemoveProcessSet:
-      return false;  // the coordinator must hear of each
+      return false;  // the coordinator must receive each
   }
   return false;
 }

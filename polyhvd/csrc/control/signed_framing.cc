@@ -58,7 +58,7 @@ bool SignedFrameReader::next(std::string& payload) {
   const std::string_view unread = received_.unread();
   if (unread.size() < kHeaderBytes) return false;
   if (!length_) {
-    // Before the length is believed: waiting for bytes that nobody sends has no end.
+    // Before the length is believed: waiting for bytes that are never sent has no end.
     length_.emplace();
     std::memcpy(&*length_, unread.data(), sizeof(Length));
     try {

@@ -1,5 +1,5 @@
-// Decides on rank 0 when a stall is reported, whom to ask about it first, and
-// what the report says. Pure: no I/O, thread or clock (time is an argument).
+// Decides on rank 0 when a stall is reported, which ranks to ask about it first, and
+// the text of the report. Pure: no I/O, thread or clock (time is an argument).
 #pragma once
 
 #include <chrono>
@@ -31,7 +31,7 @@ struct StallReport {
 
 class StallInspector {
  public:
-  // `name_of` says which process a rank is: "pid 812 on algo-2".
+  // `name_of` describes the process of a rank: "pid 812 on algo-2".
   StallInspector(StallTimes times, std::function<std::string(int rank)> name_of);
 
   // The age from which on a stall matters; nothing when none ever does.
@@ -71,7 +71,7 @@ class StallInspector {
   std::set<std::pair<ProcessSetId, std::string>> reported_;  // that it was about
 };
 
-// Lines that say which operations wait for whom, those of the same ranks together.
+// Lines with the operations and the ranks that they wait for, grouped by ranks.
 std::string text_of_stalled(std::span<const Stalled> stalled);
 
 // `text` in at most `bytes_max` bytes, with a note on what is left out.

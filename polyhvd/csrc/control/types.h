@@ -71,7 +71,7 @@ struct Scale {
   friend bool operator==(const Scale&, const Scale&) = default;
 };
 
-// A dense row-major tensor that somebody else owns.
+// A view of a dense row-major tensor, without ownership.
 struct TensorView {
   void* data = nullptr;
   Shape shape;
@@ -106,7 +106,7 @@ constexpr bool has_own_rows(OpKind kind) noexcept {
   return kind == OpKind::kAllgather || kind == OpKind::kAlltoall;
 }
 
-// Whether it changes who takes part in what. The coordinator judges each one anew.
+// Whether it changes the members of process sets. The coordinator negotiates each one again.
 constexpr bool changes_membership(OpKind kind) noexcept { return kind >= OpKind::kJoin; }
 
 std::size_t item_size(DType dtype) noexcept;

@@ -28,8 +28,8 @@ class Channel {
   // pending of its own. Called before this rank goes to sleep over an answer.
   virtual void nudge() noexcept {}
 
-  // Called once a second or so. Where bytes may be lost on the way, says something if
-  // nothing was said for a while, so that a loss does not stay unnoticed.
+  // Called once a second or so. If bytes may be lost on the way, sends a heartbeat when
+  // nothing was sent for a while, so that a loss is noticed.
   virtual void beat(std::chrono::steady_clock::time_point now) { (void)now; }
 
   // World rank at the other end.

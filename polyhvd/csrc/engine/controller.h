@@ -63,7 +63,7 @@ class Controller {
   // Lets the neighbours on other hosts notice what was lost on the way to them.
   void beat(std::chrono::steady_clock::time_point now);
 
-  // After a failure: why the job has ended, if a neighbour has said so by now. What
+  // After a failure: why the job has ended, if a neighbour has sent that by now. What
   // else has come is dropped.
   std::optional<Error> take_abort() noexcept;
   // Tells all neighbours in the tree. Best effort.

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kRoleYields = 50;
 
-// Whether its transfer, once agreed, holds nobody up for long.
+// Whether its transfer, once agreed, is short.
 bool is_small(const Submission& s) noexcept {
   if (!reduces(s.kind) && s.kind != OpKind::kBroadcast) return false;
   if (device_of(s).kind != DeviceKind::kCpu) return false;

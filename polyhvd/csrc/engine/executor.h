@@ -21,7 +21,7 @@ class Executor {
   // `devices` is null where there are only CPUs.
   Executor(const ProcessSets& sets, const Timeline& timeline, Parking& parking, Devices* devices);
 
-  // Before the next work: forgets what transfer() says.
+  // Before the next work: resets transfer().
   void begin() noexcept { transfer_ = {}; }
   // `work` has no error. Outputs are complete when this returns, or, on a device, when the
   // operations' `arrived` is reached. `on_cpu` moves bytes of CPUs between the same members.

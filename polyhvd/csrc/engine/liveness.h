@@ -19,7 +19,7 @@ struct ProcessState {
 class Liveness {
  public:
   virtual ~Liveness() = default;
-  // Why the job ended, if another rank of this host has said so, or has died. Cheap.
+  // Why the job ended, if another rank of this host has reported that, or has died. Cheap.
   virtual std::optional<Error> abort_reason() const = 0;
   // Tells the ranks of this host that the job has ended, and wakes them.
   virtual void spread_abort(const Error& error) noexcept = 0;

@@ -133,7 +133,7 @@ void OpQueue::check_splits(const Submission& s) const {
   }
 }
 
-// The coordinator looks at the set itself, so that all ranks hear what is wrong with it.
+// The coordinator looks at the set itself, so that all ranks receive the same error.
 void OpQueue::check_new_set(const Submission& s) const {
   for (const std::int64_t rank : s.numbers) {
     if (rank >= 0 && rank <= std::numeric_limits<int>::max()) continue;

@@ -41,7 +41,7 @@ class OpQueue {
 
   // Whether something waits to be announced. Any thread, no lock.
   bool has_news() const noexcept { return news_.load() > 0; }
-  // How many operations were ever submitted; tells whether work keeps arriving.
+  // How many operations were ever submitted; shows whether work keeps arriving.
   std::uint64_t submitted() const noexcept { return submitted_.load(std::memory_order_relaxed); }
 
   // Driver: moves everything new into a report.
@@ -75,9 +75,9 @@ class OpQueue {
   std::map<ProcessSetId, std::vector<int>> process_sets() const;
   // Driver: has executed the next removal; see ProcessSets.
   std::uint64_t settle_removal();
-  // Driver: whether this rank has joined, and others go on without it.
+  // Driver: whether this rank has joined, and others continue without it.
   bool has_joined() const;
-  // Driver: records an operation that nobody has submitted, see stand_in.h.
+  // Driver: records an operation that was not submitted here, see stand_in.h.
   void record(Operation& operation);
 
   // Every later submit fails with `error`. Returns what was pending.
@@ -88,7 +88,7 @@ class OpQueue {
   // Why every later submit fails; close() or expect_close() has been called.
   Error closed_by() const;
 
-  // Whether operations are pending that other ranks have been told about.
+  // Whether operations are pending that were announced to other ranks.
   bool has_announced() const;
   // What became of the operations. Reading: any thread, no lock.
   Recorder& recorder() noexcept { return recorder_; }

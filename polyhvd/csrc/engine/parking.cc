@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kSleep(100);      // between looks at liveness
 constexpr std::chrono::milliseconds kLightSleep(10);  // after which sent_ is looked at soon enough
-// Of the time for which somebody may wait for what lies with this rank, its sleep adds this part.
+// A sleep may add this fraction to the time for which another rank waits for this one.
 constexpr int kLightness = 8;
 
 }  // namespace
@@ -104,14 +104,14 @@ void Parking::await_slowly(const std::function<bool()>& ready, Clock::time_point
     }
   } asleep(*this);
   for (;;) {
-    // The flag goes up before the last look: who publishes after that look wakes us.
+    // The flag is set before the last check: a rank that publishes after it wakes us.
     sleep_flag_->store(kWaiting);
     if (ready()) {
       note_move();
       return;
     }
     on_slow_();
-    // A transfer in there may have slept and woken itself, and nobody wakes who is awake.
+    // A transfer may have slept and woken up by itself; a rank that is awake is not woken.
     if (sleep_flag_->load() != kWaiting) continue;
     const auto now = Clock::now();
     if (now >= deadline) {

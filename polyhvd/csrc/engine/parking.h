@@ -46,7 +46,7 @@ class Parking {
   static constexpr std::uint32_t kAwake = 0;
   static constexpr std::uint32_t kDozing = 1;
   static constexpr std::uint32_t kWaiting = 2;
-  // Before driving: nobody need wake it. kDozing stays, since wakes at that level are rare,
+  // Before driving: it need not be woken. kDozing stays, since wakes at that level are rare,
   // and so the word goes to the peers' caches once instead of twice in every operation.
   void stay_awake() noexcept {
     if (sleep_flag_->load(std::memory_order_relaxed) != kWaiting) return;
@@ -66,7 +66,7 @@ class Parking {
   // announces; `ready` takes the naps. Role's holder only.
   void set_polling(bool asking) noexcept { asking_ = asking; }
 
-  // Bytes were given to a library that goes on sending only while it is asked, such as MPI.
+  // Bytes were given to a library that sends only while it is polled, such as MPI.
   // Sleeps of both threads are short now, and longer the longer ago that is. Any thread.
   void sleep_lightly() noexcept {
     sent_.store(Clock::now().time_since_epoch().count());
@@ -110,9 +110,9 @@ class Parking {
   // unchanged after long knows that a transfer does not move. Role's holder only.
   std::uint64_t moves() const noexcept { return moves_; }
   void note_move() noexcept { ++moves_; }
-  // World rank for which the holder waits, where a transfer has said so; -1: unknown.
+  // World rank for which the holder waits, if a transfer has set it; -1: unknown.
   int waits_for() const noexcept { return waits_for_; }
-  class WaitFor {  // says so
+  class WaitFor {  // sets it
    public:
     WaitFor(Parking& parking, int rank) noexcept : parking_(parking) { parking_.waits_for_ = rank; }
     ~WaitFor() { parking_.waits_for_ = -1; }

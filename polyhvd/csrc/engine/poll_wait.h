@@ -1,5 +1,5 @@
-// Waits for what no descriptor announces, such as MPI or a GPU: it has to be asked, and what
-// else ends a wait is looked at between the questions.
+// Waits for what no descriptor announces, such as MPI or a GPU: it has to be polled, and what
+// else ends a wait is checked between the polls.
 #pragma once
 
 #include <sched.h>

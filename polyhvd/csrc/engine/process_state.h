@@ -1,4 +1,4 @@
-// What Linux says of another process of this machine.
+// The state of another process of this machine, from Linux.
 #pragma once
 
 #include <optional>
@@ -7,7 +7,7 @@
 
 namespace polyhvd {
 
-// Nothing where /proc does not tell.
+// Nothing if /proc does not have it.
 std::optional<ProcessState> process_state(int pid);
 
 }  // namespace polyhvd

@@ -27,9 +27,9 @@ namespace {
 constexpr int kFolderFlags = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
 constexpr mode_t kFolderMode = 0700;
 constexpr mode_t kFileMode = 0600;
-constexpr int kTries = 8;  // of names that nobody could know
+constexpr int kTries = 8;  // of unpredictable names
 constexpr std::string_view kFilePrefix = "polyhvd-flight.";
-// Looked at, and removed, in one sweep; the next one goes on.
+// Entries that one sweep checks and removes; the next one continues.
 constexpr int kEntriesMax = 4096;
 constexpr std::size_t kRemovedMax = 64;
 
@@ -72,7 +72,7 @@ OwnedFd open_private(int parent, const std::string& name, bool& made) {
   return OwnedFd();
 }
 
-// As above; where that is impossible, with an ending that nobody could prepare for.
+// As above; where that is impossible, with an unpredictable suffix.
 OwnedFd open_private_somehow(int parent, std::string& name, bool& made) {
   OwnedFd fd = open_private(parent, name, made);
   for (int i = 0; i < kTries && !fd && (errno == EPERM || errno == ENOTDIR || errno == ELOOP);
@@ -95,7 +95,7 @@ bool write_all(int fd, std::string_view text) noexcept {
   return true;
 }
 
-// Every file is new: whatever is there under its name is nobody's to open.
+// Every file is new: an existing file of that name is never opened.
 bool write_new(int folder, const std::string& name, std::string_view text) noexcept {
   constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
   const int fd = openat(folder, name.c_str(), kFlags, kFileMode);

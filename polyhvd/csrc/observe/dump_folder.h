@@ -1,5 +1,5 @@
-// Where flight dumps lie, opened so that nobody else on this machine can get in the way: in
-// folders that only this user may enter, each file made anew, no symbolic link followed and
+// Where flight dumps are written, safe from other users of this machine: in
+// folders that only this user may enter, each file newly created, no symbolic link followed and
 // nothing waited for. Refuses what others could have prepared.
 #pragma once
 
@@ -37,7 +37,7 @@ class DumpFolder {
 
   // Opens the folder of `place`, and makes it where it is missing: in a folder
   // "polyhvd-flight-<uid>" of the root, of mode 0700, one for each job. Where something
-  // else has that name, one with a name that nobody could know. Not open on failure: see errno.
+  // else has that name, one with an unpredictable name. Not open on failure: see errno.
   explicit DumpFolder(const DumpPlace& place);
 
   explicit operator bool() const noexcept { return static_cast<bool>(fd_); }

@@ -32,8 +32,8 @@ class FlightDump {
 
   // What the ring holds now, for put_down(); empty when nothing is written. Any thread.
   std::string look(std::string_view reason) noexcept;
-  // Has a thread of its own write polyhvd-flight.rank<N>.<pid>.json, over an earlier one: whole
-  // or not at all. It says where on the first time, and what is wrong when it cannot. Any thread;
+  // Makes a separate thread write polyhvd-flight.rank<N>.<pid>.json, over an earlier one: whole
+  // or not at all. It logs the path the first time, and the error if it cannot. Any thread;
   // the caller waits for no file.
   void put_down(std::string content, bool after_loss = false) noexcept;
   // Both.
@@ -59,8 +59,8 @@ class FlightDump {
   const std::shared_ptr<Desk> desk_;  // null: nothing is written
 };
 
-// Calls back on SIGUSR2, on a thread of its own: the program may be in a blocking
-// call, and the engine stuck. Does nothing where somebody else handles the signal.
+// Calls back on SIGUSR2, on a separate thread: the program may be in a blocking
+// call, and the engine stuck. Does nothing if the program handles the signal.
 // All engines of a process share one handler and one thread, since a signal has one handler.
 class DumpSignal {
  public:

@@ -12,8 +12,8 @@
 namespace polyhvd {
 
 // A thread that holds a lock takes only such as stand below it here, and never one of the same
-// line, or the same one again. Python's own lock stands above all: who holds one of these never
-// waits for it (see require_no_lock). Done callbacks run with none of them but `shutdown`.
+// line, or the same one again. Python's own lock comes before all: a thread that holds one of these
+// never waits for it (see require_no_lock). Done callbacks run with none of them but `shutdown`.
 #define POLYHVD_LOCK_ORDER(LOCK)                                                                 \
   LOCK(shutdown)         /* Engine: held from begin to end of a shutdown, which does all else */ \
   LOCK(timeline_control) /* Timeline: start and stop, around the thread that takes `timeline` */ \

@@ -53,11 +53,11 @@ class Mailbox {
   bool wait();
   std::optional<Line> take_line();
   std::optional<StepSample> take_sample();
-  // Whether stacks are asked for. The first line of an answer says in short where
+  // Whether stacks are requested. The first line of an answer has in short where
   // the program is; each further line is one of the stacks.
   bool take_question();
   void answer(std::string stacks);
-  // What stall reports are to say as well; empty: nothing.
+  // Text to add to stall reports; empty: nothing.
   void remark(std::string text);
   // From now on warnings are written to standard error at once.
   void close();

@@ -23,7 +23,7 @@ namespace polyhvd {
 
 enum class OpState : std::uint8_t {
   kSubmitted = 0,
-  kAnnounced = 1,  // the other ranks are told
+  kAnnounced = 1,  // sent to the other ranks
   kAgreed = 2,     // all members have submitted it: it waits for its turn
   kRunning = 3,
   kDone = 4,
@@ -36,7 +36,7 @@ std::string_view name_of(OpState state) noexcept;
 enum Moment : std::size_t { kAtSubmit, kAtAnnounce, kAtAgreement, kAtStart, kAtEnd, kMoments };
 
 // A name of at most 64 bytes, in place, so that records are copied without allocating.
-// Of a longer one its end, which tells it apart, after "...".
+// Of a longer one its end, which identifies it, after "...".
 class RecordedName {
  public:
   static constexpr std::size_t kBytes = 64;

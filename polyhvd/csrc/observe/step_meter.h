@@ -31,7 +31,7 @@ class StepMeter {
   // nothing is measured until restart().
   std::optional<StepSample> note(std::string_view name, std::size_t bytes, Time now);
 
-  // Begins anew, with the first whole step to come.
+  // Begins again, with the next whole step.
   void restart() noexcept;
 
  private:

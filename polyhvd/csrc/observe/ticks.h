@@ -47,7 +47,7 @@ struct TickAnchor {
 };
 
 // Turns ticks into nanoseconds of the steady clock, by two anchors. Exact at the
-// later one, so it is made anew when times are looked at.
+// later one, so it is computed again when times are read.
 class TickScale {
  public:
   explicit TickScale(const TickAnchor& first, const TickAnchor& last = {}) noexcept : last_(last) {

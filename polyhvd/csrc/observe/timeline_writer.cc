@@ -57,7 +57,7 @@ std::string opening_of(int rank, std::string_view name) {
 // Of a row: "allreduce.conv1.weight".
 std::string title_of(const Record& record, std::string_view name) {
   const auto prefix = std::string(name_of(record.kind)) + ".";
-  // "allreduce.noname.0" says its kind already.
+  // "allreduce.noname.0" has its kind already.
   std::string title = name.starts_with(prefix) ? "" : prefix;
   title += name;
   if (record.process_set != kWorld) {
@@ -123,7 +123,7 @@ void TimelineWriter::rotate() {
   old_events_ = events_;
   const bool kept = std::rename(path().c_str(), old_path_.c_str()) == 0;
   if (!kept) dropped_ += std::exchange(old_events_, 0);
-  // Its name has just become free: what is there now is somebody else's.
+  // Its name has just become free: what is there now belongs to another process.
   if (!open_file(kept ? O_EXCL | O_NOFOLLOW : O_TRUNC)) problem_ = errno;
 }
 
@@ -161,7 +161,7 @@ void TimelineWriter::close() noexcept try {
   flush();
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 } catch (const std::exception&) {
-  // No memory: the file is left without its end, which readers bear.
+  // No memory: the file has no end, which readers accept.
 }
 
 // Events ------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class TimelineWriter {
   void write_operation(const Record& record, const Transfer& transfer, const TickScale& scale);
   void write_cycle(std::int64_t ns);
   void write_data_wait(std::int64_t begin_ns, std::int64_t end_ns);
-  // What follows is of another world, as `header` says.
+  // What follows is of another world, described by `header`.
   void begin_world(std::string header, std::int64_t ns);
   void note_dropped(std::uint64_t events) noexcept { dropped_ += events; }
   // Hands everything formatted to the kernel: what is lost when the process is killed

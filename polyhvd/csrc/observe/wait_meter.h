@@ -1,6 +1,6 @@
-// How long a rank has waited for others: the time in which some operation of its own was
+// How long a rank has waited for others: the time in which one of its operations was
 // announced and not agreed on yet, however many there were. The rest of a step is its own time,
-// which tells a slow rank. The driver writes; any thread reads.
+// which identifies a slow rank. The driver writes; any thread reads.
 #pragma once
 
 #include <atomic>

@@ -67,7 +67,7 @@ class EndOfProgram {
   static void begin() noexcept { ender().store(self(), std::memory_order_release); }
 
   // Holds any other thread up until the process is gone: for long enough, and not for ever, as
-  // somebody may wait for it.
+  // another thread may wait for it.
   static void hold_others() noexcept {
     const std::uintptr_t thread = ender().load(std::memory_order_acquire);
     if (thread != 0 && thread != self()) std::this_thread::sleep_for(std::chrono::seconds(10));

@@ -1,4 +1,4 @@
-// What Python's objects say about a job and its ranks.
+// Reads a job and its ranks from Python's objects.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,11 +12,11 @@
 
 namespace polyhvd {
 
-// Of polyhvd.runtime.connections.Connections, and of the settings that say what moves data.
+// Of polyhvd.runtime.connections.Connections, and of the settings that choose what moves data.
 Connections read_connections(const pybind11::object& object, const pybind11::object& settings);
 
 // Of polyhvd.config.Settings and polyhvd.runtime.placement.Placement; `job` names it on this host;
-// `recovers`: it goes on without ranks that are lost.
+// `recovers`: it continues without ranks that are lost.
 EngineOptions read_options(const pybind11::object& settings, const pybind11::object& placement,
                            const std::string& job, const std::shared_ptr<Mailbox>& mailbox,
                            bool recovers);

@@ -29,8 +29,8 @@ TensorView read_tensor(pybind11::handle object, bool writable);
 // Nothing for what cannot be had where it lies: another device, gaps, no tensor, read-only.
 std::optional<TensorView> read_on_cpu(pybind11::handle object, bool writable);
 
-// The stream that its framework gives work to at the moment, or what a TensorRef says. The
-// default stream where the framework does not tell.
+// The stream that its framework gives work to at the moment, or that of a TensorRef. The
+// default stream if the framework does not have it.
 Stream stream_of(pybind11::handle tensor, Device device);
 
 DType parse_dtype(const std::string& name);
