@@ -40,15 +40,15 @@ void copy_streamed(const Piece& piece) noexcept {
   const std::size_t past = reinterpret_cast<std::uintptr_t>(to) % kLine;
   const std::size_t before = std::min(past == 0 ? 0 : kLine - past, piece.bytes);
   if (before != 0) std::memcpy(to, from, before);
-  std::size_t left = piece.bytes - before;
+  std::size_t remaining = piece.bytes - before;
   to += before;
   from += before;
   const auto advance = [&](std::size_t bytes) {
     to += bytes;
     from += bytes;
-    left -= bytes;
+    remaining -= bytes;
   };
-  for (; left >= kPages * kPage; advance(kPages * kPage)) {
+  for (; remaining >= kPages * kPage; advance(kPages * kPage)) {
     for (std::size_t line = 0; line < kPage; line += kLine) {
       for (std::size_t at = line; at < kPages * kPage; at += kPage) {
         _mm_prefetch(reinterpret_cast<const char*>(from) + at + kPages * kPage, _MM_HINT_T0);
@@ -56,8 +56,8 @@ void copy_streamed(const Piece& piece) noexcept {
       }
     }
   }
-  for (; left >= kLine; advance(kLine)) copy_line(to, from);
-  if (left != 0) std::memcpy(to, from, left);
+  for (; remaining >= kLine; advance(kLine)) copy_line(to, from);
+  if (remaining != 0) std::memcpy(to, from, remaining);
 }
 
 // Other threads see such stores in any order until then.

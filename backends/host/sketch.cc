@@ -123,10 +123,11 @@ class Summing {
     for (std::size_t done = 0; done < count;) {
       const std::uint64_t at = begin + done;
       const std::size_t column = at % kSketchColumns;
-      const std::size_t left = count - done;
-      const bool is_whole = column == 0 && left >= kSketchColumns;
-      const std::size_t part = is_whole ? std::min(left / kSketchColumns * kSketchColumns, kBlock)
-                                        : std::min(left, kSketchColumns - column);
+      const std::size_t remaining = count - done;
+      const bool is_whole = column == 0 && remaining >= kSketchColumns;
+      const std::size_t part = is_whole
+                                   ? std::min(remaining / kSketchColumns * kSketchColumns, kBlock)
+                                   : std::min(remaining, kSketchColumns - column);
       const std::byte* here = from + done * size_;
       const std::byte* there = less == nullptr ? nullptr : less + done * size_;
       if (copy != nullptr) std::memcpy(copy + done * size_, here, part * size_);

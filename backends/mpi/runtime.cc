@@ -22,8 +22,8 @@ constexpr auto kTickInterval = std::chrono::milliseconds(20);
 // Returns whether the call has returned before the deadline.
 bool returns(const BlockingCall& call, Clock::time_point deadline, const Runtime::Tick& tick) {
   for (;;) {
-    const auto left = std::max(deadline - Clock::now(), Clock::duration::zero());
-    if (call.wait_for(std::min<Clock::duration>(left, kTickInterval))) return true;
+    const auto remaining = std::max(deadline - Clock::now(), Clock::duration::zero());
+    if (call.wait_for(std::min<Clock::duration>(remaining, kTickInterval))) return true;
     if (Clock::now() >= deadline) return false;
     tick();
   }
@@ -73,8 +73,8 @@ bool Runtime::initialize(std::chrono::duration<double> timeout, const Tick& tick
   threads_ = library_->thread_level();
   if (threads_ < ThreadLevel::kSerialized) {
     throw Failure(ErrorCode::kInvalidArgument,
-                  which() + " was initialised by " + (ours_ ? "polyhvd" : "somebody else") +
-                      " with " + std::string(name_of(threads_)) +
+                  which() + " was initialised by " + (ours_ ? "polyhvd" : "other code") + " with " +
+                      std::string(name_of(threads_)) +
                       ", but polyhvd calls it from its own thread, "
                       "too: ask for MPI_THREAD_MULTIPLE or MPI_THREAD_SERIALIZED where MPI is "
                       "initialised (mpi4py: mpi4py.rc.thread_level), or use an MPI that grants it");
@@ -239,7 +239,7 @@ std::vector<std::string> Session::gather(const std::string& mine, const Runtime:
       t.offsets[r] = static_cast<int>(total);
       total += t.sizes[r];
       if (t.sizes[r] < 0 || total > std::numeric_limits<int>::max()) {
-        throw Failure(ErrorCode::kInternal, "the ranks say too much to each other in init()");
+        throw Failure(ErrorCode::kInternal, "the messages of the ranks in init() are too long");
       }
     }
     t.all.resize(static_cast<std::size_t>(total));

@@ -29,7 +29,7 @@ Result Connection::state() const {
 
 Error Connection::error_of(const char* what, Result result) const {
   return {result == Result::kRemoteError ? ErrorCode::kPeerLost : ErrorCode::kInternal,
-          who_ + ": " + what + " of NCCL " + version_text(library_->version()) + " failed: " +
+          label_ + ": " + what + " of NCCL " + version_text(library_->version()) + " failed: " +
               library_->words(result, comm_) + "; NCCL_DEBUG=WARN in the environment tells more"};
 }
 
@@ -42,7 +42,7 @@ void Connection::settle(const char* what, Parking& parking, Deadline deadline) {
     } catch (const Failure& failure) {
       if (failure.error().code != ErrorCode::kTimeout) throw;
       throw Failure(ErrorCode::kTimeout,
-                    who_ + ": " + what +
+                    label_ + ": " + what +
                         " of NCCL did not finish in time; look for a rank that hangs, for "
                         "NCCL_SOCKET_IFNAME and firewalls, and at what NCCL_DEBUG=INFO says; "
                         "POLYHVD_DATA_TIMEOUT_SECONDS sets the time");
@@ -70,7 +70,7 @@ bool Connection::close(Deadline deadline) noexcept {
   return true;
 }
 
-// On a thread of its own, which is left behind if NCCL waits for more than this rank's kernels.
+// On a separate thread, which is abandoned if NCCL waits for more than this rank's kernels.
 void Connection::abort() noexcept {
   if (comm_ == nullptr) return;
   try {

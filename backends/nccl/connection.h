@@ -17,9 +17,9 @@ namespace polyhvd::nccl {
 
 class Connection {
  public:
-  // `who` says in errors whose it is: "rank 0 in process set 1 of ranks 0, 2".
-  Connection(std::shared_ptr<const Library> library, std::string who)
-      : library_(std::move(library)), who_(std::move(who)) {}
+  // `label` names it in errors: "rank 0 in process set 1 of ranks 0, 2".
+  Connection(std::shared_ptr<const Library> library, std::string label)
+      : library_(std::move(library)), label_(std::move(label)) {}
   ~Connection() { abort(); }
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
@@ -28,9 +28,9 @@ class Connection {
   // current one.
   void begin(const UniqueId& id, int size, int position);
   // Waits until what was begun is done: for calls, that their work was given to the stream.
-  // Throws as Parking does, and Failure with NCCL's words.
+  // Throws as Parking does, and Failure with NCCL's text.
   void settle(const char* what, Parking& parking, Deadline deadline);
-  // What went wrong since: of work on the stream nobody else would hear.
+  // Errors since then of work on the stream, which are not reported otherwise.
   std::optional<Error> trouble() const;
 
   const Library& library() const noexcept { return *library_; }
@@ -49,7 +49,7 @@ class Connection {
   Result state() const;
 
   std::shared_ptr<const Library> library_;
-  std::string who_;
+  std::string label_;
   Comm comm_ = nullptr;
 };
 

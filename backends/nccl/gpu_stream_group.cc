@@ -13,15 +13,15 @@ constexpr auto kNap = std::chrono::microseconds(100);
 
 }  // namespace
 
-GpuStreamGroup::GpuStreamGroup(std::shared_ptr<const Library> library, std::string who,
+GpuStreamGroup::GpuStreamGroup(std::shared_ptr<const Library> library, std::string label,
                                gpu::ContextPtr context, std::shared_ptr<gpu::OwnStream> stream,
                                Parking& parking, const UniqueId& id, int size, int position,
                                Deadline deadline)
-    : who_(who),
+    : label_(label),
       context_(std::move(context)),
       parking_(parking),
       stream_(std::move(stream)),
-      connection_(std::move(library), std::move(who)) {
+      connection_(std::move(library), std::move(label)) {
   {
     const gpu::Current current(*context_);
     connection_.begin(id, size, position);
@@ -70,7 +70,8 @@ void GpuStreamGroup::check() {
   land();
   if (flights_.empty() || now - front_since_ < flights_.front().patience) return;
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(now - front_since_);
-  throw Failure(ErrorCode::kTimeout, who_ + ": what NCCL has begun on the GPU has not ended for " +
+  throw Failure(ErrorCode::kTimeout, label_ +
+                                         ": what NCCL has begun on the GPU has not ended for " +
                                          std::to_string(seconds.count()) +
                                          " s; look for a rank whose GPU is stuck or far behind; "
                                          "POLYHVD_DATA_TIMEOUT_SECONDS sets the time");

@@ -1,4 +1,4 @@
-// One process set's way through NCCL on this rank's GPU: the rank's stream, the connection whose
+// One process set's NCCL state on this rank's GPU: the rank's stream, the connection whose
 // calls run on it, and what it has been given and has not done. The driver's.
 #pragma once
 
@@ -22,7 +22,7 @@ class GpuStreamGroup {
   using Clock = Parking::Clock;
 
   // Connects the ranks, all of which make one with the same id. Throws as Connection does.
-  GpuStreamGroup(std::shared_ptr<const Library> library, std::string who, gpu::ContextPtr context,
+  GpuStreamGroup(std::shared_ptr<const Library> library, std::string label, gpu::ContextPtr context,
                  std::shared_ptr<gpu::OwnStream> stream, Parking& parking, const UniqueId& id,
                  int size, int position, Deadline deadline);
   // Finishes, and waits a bounded time for the others to end as well.
@@ -53,7 +53,7 @@ class GpuStreamGroup {
     connection_.settle(what, parking_, deadline);
   }
 
-  // Begins a batch, or goes on with it: its tensors hold their values when `ready` is reached.
+  // Begins a batch, or continues it: its tensors hold their values when `ready` is reached.
   void join_batch(std::span<const DeviceEventPtr> ready) {
     if (!std::exchange(in_batch_, true)) hold(ready);
   }
@@ -74,7 +74,7 @@ class GpuStreamGroup {
   };
   void land();
 
-  const std::string who_;
+  const std::string label_;
   const gpu::ContextPtr context_;
   Parking& parking_;
   const std::shared_ptr<gpu::OwnStream> stream_;

@@ -128,11 +128,11 @@ bool NcclCommunicator::decide(Deadline deadline) {
   if (reason && resources_.settings.required) {
     throw Failure(
         ErrorCode::kInvalidArgument,
-        "POLYHVD_BACKENDS asks for nccl, which cannot serve " + who(members_) + ": " + *reason);
+        "POLYHVD_BACKENDS asks for nccl, which cannot serve " + label(members_) + ": " + *reason);
   }
   if (reason && self_ == 0 && size_ > 1) {
     resources_.warn("tensors on GPUs go through memory of the host, which is slower than NCCL: " +
-                    *reason + "; with POLYHVD_BACKENDS=host this is not said");
+                    *reason + "; POLYHVD_BACKENDS=host turns this message off");
   }
   if (!reason && self_ == 0 && set_ == 0 && resources_.settings.hierarchical && !hierarchy_) {
     resources_.warn(
@@ -162,7 +162,7 @@ std::unique_ptr<GpuStreamGroup> NcclCommunicator::connect(std::span<const int> r
   const auto first = static_cast<std::size_t>(*position_in(members_, ranks[0]));
   const gpu::ContextPtr context = resources_.devices().context(device_);
   return std::make_unique<GpuStreamGroup>(
-      library, who(ranks), context, resources_.stream(context), resources_.parking, all[first].id,
+      library, label(ranks), context, resources_.stream(context), resources_.parking, all[first].id,
       static_cast<int>(ranks.size()), *position_in(ranks, resources_.rank), deadline);
 }
 
@@ -171,7 +171,7 @@ std::string NcclCommunicator::member(std::size_t position) const {
   return "rank " + std::to_string(rank) + " (" + resources_.name_of(rank) + ")";
 }
 
-std::string NcclCommunicator::who(std::span<const int> ranks) const {
+std::string NcclCommunicator::label(std::span<const int> ranks) const {
   constexpr std::size_t kRanksShown = 16;
   std::string shown;
   for (std::size_t i = 0; i < std::min(ranks.size(), kRanksShown); ++i) {
@@ -239,7 +239,7 @@ void NcclCommunicator::allreduce_by_levels(Segments in, Segments out, DType dtyp
                                            const LibraryReduction& reduction, Deadline deadline) {
   if (!streams_here_) streams_here_ = connect(hierarchy_->here(), deadline);
   streams_here_->join_batch(ready_);
-  // The way by the CPUs is one, and begins anew.
+  // The path by the CPUs is one, and begins again.
   if (const DeviceEventPtr staged = is_staged_ ? staged_->end() : nullptr) {
     streams_here_->hold({&staged, 1});
   }
@@ -292,7 +292,7 @@ std::vector<Segment> NcclCommunicator::picked(Segments all, std::size_t tensors,
 }
 
 // NCCL wants all parts equally long and in one piece. They are laid out so, as much as fits at a
-// time; behind shorter parts lies what was there before, and nobody looks at its sum.
+// time; behind shorter parts lies what was there before, and its sum is not used.
 void NcclCommunicator::reducescatter_packed(Segments in, Segments out, Counts counts,
                                             std::size_t item, const LibraryReduction& reduction,
                                             RedOp op, Deadline deadline) {

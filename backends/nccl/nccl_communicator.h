@@ -1,4 +1,4 @@
-// Collectives of one process set on GPUs. Each rank says at the first one what it has, and all
+// Collectives of one process set on GPUs. Each rank announces at the first one what it has, and all
 // of them decide alike: NCCL connects them, or everything is staged. After that a call gives
 // work to a stream and returns.
 //
@@ -62,7 +62,7 @@ class NcclCommunicator final : public Communicator {
   void send_and_receive(int peer, ConstBytes out, Bytes in) const;
   void allreduce_by_levels(Segments in, Segments out, DType dtype, ReduceOp op,
                            const LibraryReduction& reduction, Deadline deadline);
-  std::string who(std::span<const int> ranks) const;
+  std::string label(std::span<const int> ranks) const;
   std::string member(std::size_t position) const;
 
   Resources& resources_;

@@ -18,12 +18,12 @@ bool ShmChannel::flush() {
   if (sent_ == pending_.size()) return true;
   const std::uint64_t written = out_.written.value.load(std::memory_order_relaxed);
   // The reader's cache has that line; it is fetched only when the ring looks filled.
-  const std::size_t left = pending_.size() - sent_;
-  if (written + left - seen_read_ > kRingBytes / 2) {
+  const std::size_t remaining = pending_.size() - sent_;
+  if (written + remaining - seen_read_ > kRingBytes / 2) {
     seen_read_ = out_.read.value.load(std::memory_order_acquire);
   }
   const std::size_t room = kRingBytes - static_cast<std::size_t>(written - seen_read_);
-  const std::size_t count = std::min(room, left);
+  const std::size_t count = std::min(room, remaining);
   if (count == 0) return false;
   const std::size_t at = written % kRingBytes;
   const std::size_t first = std::min(count, kRingBytes - at);

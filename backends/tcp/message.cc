@@ -68,7 +68,7 @@ std::string fault_of(const MessageHeader& header, std::uint32_t number, const Ma
            " on the way";
   }
   if (header.kind == MessageKind::kGoodbye && header.bytes != word_of_goodbye(number, mac)) {
-    return "a goodbye fails its MAC: somebody on the way has put it in";
+    return "a goodbye fails its MAC: it was inserted on the way";
   }
   return "";
 }

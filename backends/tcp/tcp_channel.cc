@@ -54,8 +54,8 @@ bool TcpChannel::flush() {
       parking_.set_events(socket_.fd(), POLLIN | POLLOUT);
       return false;
     } else {
-      // The other end is closed. What it said before still waits to be read, and
-      // may be that it left in good order: poll() tells.
+      // The other end is closed. What it sent before still waits to be read, and
+      // may be a farewell: poll() finds out.
       sent_ = pending_.size();
       break;
     }
@@ -67,14 +67,14 @@ bool TcpChannel::flush() {
 bool TcpChannel::next(std::string& payload) {
   try {
     while (reader_.next(payload)) {
-      if (!payload.empty()) return true;  // a heartbeat has said all with its number
+      if (!payload.empty()) return true;  // a heartbeat has only its number
     }
     return false;
   } catch (const Failure& failure) {
     throw Failure(failure.error().code,
-                  "a control message from " + ends_.who + " to rank " + std::to_string(ends_.rank) +
-                      " was changed, replayed or lost on its way: " + failure.error().message +
-                      "; look at the network between them");
+                  "a control message from " + ends_.name + " to rank " +
+                      std::to_string(ends_.rank) + " was changed, replayed or lost on its way: " +
+                      failure.error().message + "; look at the network between them");
   }
 }
 
@@ -92,7 +92,7 @@ bool TcpChannel::poll(std::string& payload) {
       return false;
     } else {
       throw Failure(ErrorCode::kPeerLost,
-                    ends_.who + " was lost: its control connection " +
+                    ends_.name + " was lost: its control connection " +
                         (n == 0 ? "was closed without shutdown()"
                                 : std::string("broke: ") + std::strerror(errno)));
     }

@@ -16,9 +16,9 @@ namespace polyhvd::tcp {
 class TcpChannel final : public Channel {
  public:
   struct Ends {
-    int rank = 0;     // this one
-    int peer = 0;     // world rank at the other end
-    std::string who;  // names it in messages, such as "rank 3 (pid 812 on algo-2)"
+    int rank = 0;      // this one
+    int peer = 0;      // world rank at the other end
+    std::string name;  // of that rank in messages, such as "rank 3 (pid 812 on algo-2)"
   };
 
   TcpChannel(int fd, const SessionKeys& keys, Ends ends, Parking& parking);

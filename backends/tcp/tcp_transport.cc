@@ -332,7 +332,7 @@ void TcpTransport::await(Incoming& receiving, const std::function<bool()>& sent,
     // What was not sent is the caller's memory.
     for (Connection* connection : posting_) connection->posted.clear();
     posting_.clear();
-    // Not what a peer has told: its engine may have ended over a timeout of its own.
+    // Not what a peer has sent: its engine may have ended over its own timeout.
     if (failure.error().code != ErrorCode::kTimeout || Parking::Clock::now() < deadline) throw;
     throw Failure(ErrorCode::kTimeout, options_.described(slow) +
                                            " does not take part in an agreed transfer in time; "
@@ -358,7 +358,7 @@ void TcpTransport::on_close(int rank) {
 }
 
 // Looks at the message that is next. Throws the reason if it says that the peer's
-// engine has ended; returns whether it is a goodbye, which concerns only who still
+// engine has ended; returns whether it is a goodbye, which concerns only a rank that still
 // needs the peer.
 bool TcpTransport::hear_last_words(int rank, const Connection& connection) const {
   if (connection.receiving) return false;
@@ -383,10 +383,10 @@ bool TcpTransport::hear_last_words(int rank, const Connection& connection) const
   end_for(rank, connection, reason);
 }
 
-// As the peer says, if it is the peer who says it.
+// The peer's error, if its MAC shows that the peer has sent it.
 void TcpTransport::end_for(int rank, const Connection& connection, ConstBytes reason) const {
   const auto error = decode_failure(reason, connection.received, connection.theirs);
-  if (!error) distrust(rank, "its last words fail their MAC: somebody on the way has changed them");
+  if (!error) distrust(rank, "its last words fail their MAC: they were changed on the way");
   throw Failure(*error);
 }
 
@@ -420,7 +420,7 @@ void TcpTransport::say_failure(const Error& error) noexcept {
       say_last(connection, encode_failure(error, connection.sent, connection.own));
     }
   } catch (const std::bad_alloc&) {
-    // Nothing can be said then; the others see the connections close.
+    // Nothing is sent then; the others see the connections close.
   }
 }
 

@@ -114,7 +114,7 @@ void NativeApi::require_generation(std::uint64_t made_for, OpKind kind, const ch
   text += name == nullptr || *name == '\0' ? " without a name" : " '" + std::string(name) + "'";
   text += " was made for generation " + std::to_string(made_for) +
           " of the world, which has ended; generation " + std::to_string(generation()) +
-          " is running now. Compute it anew: what was begun before a shutdown() cannot be "
+          " is running now. Compute it again: what was begun before a shutdown() cannot be "
           "continued after the next init()";
   throw Failure(ErrorCode::kPeerLost, std::move(text));
 }

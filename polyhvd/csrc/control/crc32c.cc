@@ -29,14 +29,15 @@ __attribute__((target("sse4.2"))) std::uint32_t native(std::span<const std::byte
                                                        std::uint32_t before) noexcept {
   std::uint64_t crc = ~before;
   const std::byte* at = bytes.data();
-  std::size_t left = bytes.size();
-  for (; left >= 8; left -= 8, at += 8) {
+  std::size_t remaining = bytes.size();
+  for (; remaining >= 8; remaining -= 8, at += 8) {
     std::uint64_t word;
     std::memcpy(&word, at, sizeof word);
     crc = _mm_crc32_u64(crc, word);
   }
   auto tail = static_cast<std::uint32_t>(crc);
-  for (; left > 0; --left, ++at) tail = _mm_crc32_u8(tail, static_cast<std::uint8_t>(*at));
+  for (; remaining > 0; --remaining, ++at)
+    tail = _mm_crc32_u8(tail, static_cast<std::uint8_t>(*at));
   return ~tail;
 }
 bool has_instruction() noexcept { return __builtin_cpu_supports("sse4.2"); }
@@ -45,13 +46,13 @@ __attribute__((target("+crc"))) std::uint32_t native(std::span<const std::byte> 
                                                      std::uint32_t before) noexcept {
   std::uint32_t crc = ~before;
   const std::byte* at = bytes.data();
-  std::size_t left = bytes.size();
-  for (; left >= 8; left -= 8, at += 8) {
+  std::size_t remaining = bytes.size();
+  for (; remaining >= 8; remaining -= 8, at += 8) {
     std::uint64_t word;
     std::memcpy(&word, at, sizeof word);
     crc = __crc32cd(crc, word);
   }
-  for (; left > 0; --left, ++at) crc = __crc32cb(crc, static_cast<std::uint8_t>(*at));
+  for (; remaining > 0; --remaining, ++at) crc = __crc32cb(crc, static_cast<std::uint8_t>(*at));
   return ~crc;
 }
 bool has_instruction() noexcept { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }

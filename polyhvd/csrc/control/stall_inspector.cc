@@ -29,16 +29,16 @@ std::vector<int> ranks_to_ask(std::span<const Stalled> stalled) {
 // In the order of their first ranks.
 class Groups {
  public:
-  void add(std::string said, int rank) {
-    auto group = std::ranges::find(groups_, said, [](const auto& g) { return g.first; });
-    if (group == groups_.end()) group = groups_.insert(group, {std::move(said), {}});
+  void add(std::string answer, int rank) {
+    auto group = std::ranges::find(groups_, answer, [](const auto& g) { return g.first; });
+    if (group == groups_.end()) group = groups_.insert(group, {std::move(answer), {}});
     group->second.push_back(rank);
   }
   auto begin() const { return groups_.begin(); }
   auto end() const { return groups_.end(); }
 
  private:
-  std::vector<std::pair<std::string, std::vector<int>>> groups_;  // ranks that say the same
+  std::vector<std::pair<std::string, std::vector<int>>> groups_;  // ranks with the same answer
 };
 
 std::string call_of(const Stalled& s) {
@@ -249,16 +249,16 @@ std::string StallInspector::text_of_finished(std::span<const Stalled> stalled) c
 std::string StallInspector::text_of_answers(const std::vector<int>& ranks) const {
   Groups groups;
   for (const int rank : ranks) {
-    std::string said = "not asked: ranks before it were too many";
+    std::string answer = "not asked: ranks before it were too many";
     if (std::ranges::count(inquiry_.ranks, rank) > 0) {
       const auto found = answers_.find(rank);
-      said = "no answer in time";
-      said += found == answers_.end()
-                  ? ": it, or a rank between it and rank 0, is stopped, cut off or very slow"
-                  : ", but " + found->second.text;
-      if (found != answers_.end() && found->second.conclusive) said = found->second.text;
+      answer = "no answer in time";
+      answer += found == answers_.end()
+                    ? ": it, or a rank between it and rank 0, is stopped, cut off or very slow"
+                    : ", but " + found->second.text;
+      if (found != answers_.end() && found->second.conclusive) answer = found->second.text;
     }
-    groups.add(std::move(said), rank);
+    groups.add(std::move(answer), rank);
   }
   std::string text;
   for (const auto& [answer, members] : groups) {

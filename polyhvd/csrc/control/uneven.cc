@@ -37,28 +37,29 @@ std::string ordinal(std::uint64_t number) {
 }
 
 std::string text_of_uneven(OpKind kind, std::string_view name, const RunCount& runs,
-                           std::string_view who, std::span<const int> waiting) {
+                           std::string_view pronoun, std::span<const int> waiting) {
   const std::string what = concat({name_of(kind), " of '", name, "'"});
   const std::string others = text_of_ranks(waiting);
   const bool one = waiting.size() == 1;
   if (kind == OpKind::kJoin) {
-    return concat({" ", who, " finished without hvd.join(), which ", others, one ? " has" : " have",
+    return concat({" ", pronoun, " finished without hvd.join(), which ", others,
+                   one ? " has" : " have",
                    " called: call it on every rank when its data end, also on the last one"});
   }
   if (!runs.is_exact || changes_membership(kind)) {
-    return concat({" ", who, " finished before an ", what, " that ", others, one ? " asks" : " ask",
-                   " for: ", kCure});
+    return concat({" ", pronoun, " finished before an ", what, " that ", others,
+                   one ? " asks" : " ask", " for: ", kCure});
   }
   if (runs.count == 0) {
-    return concat({" ", who, " finished without any ", what, ", while ", others,
+    return concat({" ", pronoun, " finished without any ", what, ", while ", others,
                    one ? " is at its" : " are at their",
                    " first: make the same calls on every rank; if it is the data that differ, ",
                    kCure});
   }
-  const std::string_view whose = who == "they" ? "their " : "its ";
-  return concat({" ", who, " finished after ", whose, ordinal(runs.count), " ", what, ", while ",
-                 others, one ? " is at its " : " are at their ", ordinal(runs.count + 1), ": ",
-                 kCure});
+  const std::string_view possessive = pronoun == "they" ? "their " : "its ";
+  return concat({" ", pronoun, " finished after ", possessive, ordinal(runs.count), " ", what,
+                 ", while ", others, one ? " is at its " : " are at their ",
+                 ordinal(runs.count + 1), ": ", kCure});
 }
 
 std::string text_of_departed(OpKind kind, std::string_view name, const RunCount& runs,

@@ -175,7 +175,7 @@ class Reader {
   template <class T>
   T get() {
     static_assert(std::is_trivially_copyable_v<T>);
-    if (left() < sizeof(T)) fail("the payload ends early");
+    if (remaining() < sizeof(T)) fail("the payload ends early");
     T value;
     std::memcpy(&value, payload_.data() + at_, sizeof value);
     at_ += sizeof value;
@@ -185,7 +185,7 @@ class Reader {
   // A number of elements of at least `bytes_min` each that can still follow.
   Count get_count(std::size_t bytes_min) { return checked(get<Count>(), bytes_min); }
   Count checked(Count count, std::size_t bytes_min) const {
-    if (count > left() / bytes_min) fail("a length exceeds the payload");
+    if (count > remaining() / bytes_min) fail("a length exceeds the payload");
     return count;
   }
 
@@ -221,12 +221,12 @@ class Reader {
   }
 
   void finish() const {
-    if (left() != 0) fail("bytes beyond the end of the message");
+    if (remaining() != 0) fail("bytes beyond the end of the message");
   }
   [[noreturn]] void fail(const char* reason) const { fail_at(at_, reason); }
 
  private:
-  std::size_t left() const noexcept { return payload_.size() - at_; }
+  std::size_t remaining() const noexcept { return payload_.size() - at_; }
 
   std::string_view payload_;
   std::size_t at_ = 0;

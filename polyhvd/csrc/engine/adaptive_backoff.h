@@ -13,11 +13,11 @@ class AdaptiveBackoff {
   static constexpr int kPauseMin = 4;
   static constexpr int kPauseMax = 256;
 
-  // Asked at each occasion; after a true one, note() says how it went.
+  // Called before each attempt; after true, call note() with its result.
   bool worth_it() noexcept {
-    const int left = left_out_.load(std::memory_order_relaxed);
-    if (left == 0) return true;
-    left_out_.store(left - 1, std::memory_order_relaxed);
+    const int skips = skips_.load(std::memory_order_relaxed);
+    if (skips == 0) return true;
+    skips_.store(skips - 1, std::memory_order_relaxed);
     return false;
   }
 
@@ -28,7 +28,7 @@ class AdaptiveBackoff {
     if (score >= kScoreMax) {
       pause_.store(kPauseMin, std::memory_order_relaxed);
     } else if (score < 0) {
-      left_out_.store(pause, std::memory_order_relaxed);
+      skips_.store(pause, std::memory_order_relaxed);
       pause_.store(std::min(pause * 2, kPauseMax), std::memory_order_relaxed);
     }
   }
@@ -37,8 +37,8 @@ class AdaptiveBackoff {
   static constexpr int kScoreMax = 8;
 
   std::atomic<int> score_{0};
-  std::atomic<int> pause_{kPauseMin};  // the next one, in occasions
-  std::atomic<int> left_out_{0};       // occasions that are left of this one
+  std::atomic<int> pause_{kPauseMin};  // the next one, in attempts
+  std::atomic<int> skips_{0};          // attempts that this pause still skips
 };
 
 }  // namespace polyhvd

@@ -21,7 +21,7 @@ constexpr std::chrono::duration<double> kFirstRoundPatience{0.25};
 constexpr std::chrono::milliseconds kFarewellTime{200};
 
 // The last words on a channel. Best effort: that end may be gone already.
-void tell(Channel& channel, const std::string& payload) noexcept {
+void send_last(Channel& channel, const std::string& payload) noexcept {
   channel.post(payload);
   const auto deadline = Clock::now() + kFarewellTime;
   while (!channel.flush() && Clock::now() < deadline) std::this_thread::yield();
@@ -294,7 +294,7 @@ void Controller::depart(const std::string& words) noexcept {
     payload_.clear();
     encode_farewell(is_victim ? cause_ : Departure{rank_, words}, payload_);
     const std::string farewell = payload_;
-    for (const Branch& child : children_) tell(*child.channel, farewell);
+    for (const Branch& child : children_) send_last(*child.channel, farewell);
     if (parent_ && !farewell_) {
       Report report;
       for (const int rank : subtree()) {
@@ -302,10 +302,10 @@ void Controller::depart(const std::string& words) noexcept {
       }
       payload_.clear();
       encode(report, payload_);
-      tell(*parent_, payload_);
+      send_last(*parent_, payload_);
     }
   } catch (const std::bad_alloc&) {
-    // Nothing can be said then; the others see the connections close.
+    // Nothing is sent then; the others see the connections close.
   }
 }
 
@@ -315,21 +315,21 @@ void Controller::beat(Clock::time_point now) {
 }
 
 std::optional<Error> Controller::take_abort() noexcept {
-  const auto told_by = [this](Channel& channel) -> std::optional<Error> {
+  const auto abort_from = [this](Channel& channel) -> std::optional<Error> {
     try {
       while (channel.poll(payload_)) {
         if (type_of(payload_) == MessageType::kAbort) return decode_abort(payload_);
       }
     } catch (const std::exception&) {
-      // Closed or garbled: nothing was said there.
+      // Closed or garbled: there is no message.
     }
     return std::nullopt;
   };
   if (parent_) {
-    if (auto error = told_by(*parent_)) return error;
+    if (auto error = abort_from(*parent_)) return error;
   }
   for (const Branch& child : children_) {
-    if (auto error = told_by(*child.channel)) return error;
+    if (auto error = abort_from(*child.channel)) return error;
   }
   return std::nullopt;
 }
@@ -337,8 +337,8 @@ std::optional<Error> Controller::take_abort() noexcept {
 void Controller::post_abort(const Error& error) noexcept {
   std::string payload;
   encode(error, payload);
-  for (const Branch& child : children_) tell(*child.channel, payload);
-  if (parent_ && !farewell_) tell(*parent_, payload);
+  for (const Branch& child : children_) send_last(*child.channel, payload);
+  if (parent_ && !farewell_) send_last(*parent_, payload);
 }
 
 std::vector<Stalled> Controller::stalled(std::chrono::duration<double> at_least) const {

@@ -12,14 +12,14 @@
 
 namespace polyhvd {
 
-// Any thread may call, if nothing else is said. Taken by try-lock: nobody is blocked by it.
+// Any thread may call, unless noted otherwise. Taken by try-lock: it blocks no thread.
 class DriverRole {
  public:
   DriverRole() = default;
   DriverRole(const DriverRole&) = delete;
   DriverRole& operator=(const DriverRole&) = delete;
 
-  // Whether the calling thread has it, so that a callback of its own may wait.
+  // Whether the calling thread has it, so that its own callback may wait.
   bool is_mine() const noexcept { return t_driven == this; }
   bool take() noexcept {
     bool taken = false;
@@ -33,7 +33,7 @@ class DriverRole {
     taken_.store(false);
     notify();
   }
-  // The holder leaves, and nobody drives ever again.
+  // The holder leaves, and no thread takes the role again.
   void retire() noexcept { t_driven = nullptr; }
 
   // Waits without it until `done`, or it is free, or a moment has passed: the caller looks again.
@@ -44,7 +44,7 @@ class DriverRole {
     if (is_awaited()) notify_waiters();
   }
 
-  // Somebody wants it to end the engine: who waits for an operation leaves it from now on.
+  // A thread wants it to end the engine: threads that wait for operations give it up from now on.
   void claim() noexcept { claimed_.store(true); }
   bool is_claimed() const noexcept { return claimed_.load(); }
 
@@ -58,10 +58,11 @@ class DriverRole {
   // The one that the current thread has.
   static inline constinit thread_local const DriverRole* t_driven = nullptr;
 
-  std::atomic<bool> taken_{false};           // the role itself
-  std::atomic<bool> claimed_{false};         // never false again
-  std::atomic<bool> engine_sleeps_{false};   // who leaves the role has to look for its peers' news
-  std::atomic<int> waiters_{0};              // threads in await(), so that notify() costs nothing
+  std::atomic<bool> taken_{false};    // the role itself
+  std::atomic<bool> claimed_{false};  // never false again
+  std::atomic<bool> engine_sleeps_{
+      false};                    // the thread that leaves the role has to check for messages
+  std::atomic<int> waiters_{0};  // threads in await(), so that notify() costs nothing
   OrderedMutex<LockRank::turn> turn_mutex_;  // pairs with turn_, guards nothing
   OrderedCondition turn_;
 };
@@ -71,9 +72,9 @@ class DriverRole {
 class Lending {
  public:
   bool is_worth_it() noexcept { return worth_.worth_it(); }
-  // How it went. `tells`: the operation was alone, so that the next one will go alike.
-  void note(bool in_time, bool tells) noexcept {
-    if (tells) worth_.note(in_time);
+  // How it went. `counts`: there was only this operation, so it predicts the next one.
+  void note(bool in_time, bool counts) noexcept {
+    if (counts) worth_.note(in_time);
     (in_time ? lent_ : in_vain_).fetch_add(1, std::memory_order_relaxed);
   }
   // Operations that their submitter has driven to the end, and that it left to the engine's thread.

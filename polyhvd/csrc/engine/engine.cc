@@ -172,7 +172,7 @@ OperationPtr Engine::submit(Submission submission, bool blocking,
   if (is_behind()) return run_behind(std::move(submission), where);
   OperationPtr operation;
   try {
-    if (left_behind_.load(std::memory_order_acquire)) {
+    if (parent_departed_.load(std::memory_order_acquire)) {
       throw Failure(error_for(submission, queue_.closed_by()));
     }
     operation = queue_.submit(std::move(submission), where);
@@ -196,7 +196,7 @@ void Engine::release_role() noexcept {
   // Peers wake us from here on; then one last look at what they may have sent before.
   if (role_.is_engine_asleep() && !failed_) {
     try {
-      // Each time, for a transfer in there wakes by itself from a sleep of its own.
+      // Each time, since a transfer wakes up from its own sleep by itself.
       do {
         parking_->let_wake(queue_.pending() > 0 ? Parking::kWaiting : Parking::kDozing);
       } while (progress());
@@ -280,7 +280,7 @@ bool Engine::progress() {
 
 void Engine::check_health() {
   if (const auto reason = parts_.liveness->abort_reason()) throw Failure(*reason);
-  if (abort_said_.load(std::memory_order_acquire)) {
+  if (abort_posted_.load(std::memory_order_acquire)) {
     throw Failure(ErrorCode::kPeerLost, abort_reason_);
   }
   if (options_.mailbox) options_.mailbox->tick();
@@ -386,42 +386,42 @@ void Engine::complete(const OperationPtr& operation, std::optional<Error> error)
   if (!operation->stands_in) queue_.retire(operation);
   if (!error) stall_watch_->note_ran(operation->submission);
   if (!error && operation->submission.process_set == kWorld) {
-    operation->notice = tuner_.told_notice();
+    operation->notice = tuner_.sent_notice();
     if (operation->submission.done || operation->stands_in) tuner_.show_notice(operation->notice);
   }
   operation->error = std::move(error);
   // Moved out first: once finished, the caller may drop the operation.
   const auto done = std::move(operation->submission.done);
-  const std::optional<Error> told = operation->error;
+  const std::optional<Error> reported = operation->error;
   operation->finish();
   role_.notify();
-  if (done) done(told ? &shown(*told) : nullptr);
+  if (done) done(reported ? &shown(*reported) : nullptr);
 }
 
-// Tells the launcher what this rank suffers from another one. How a framework words the
-// exception that becomes of it nobody knows, but the message is in it.
+// Reports an error that another rank has caused to the launcher. A framework may raise it as
+// another exception, but with this message in its text.
 void Engine::report(const Error& error) noexcept {
   if (!report_ || !kind_of(error.code).is_consequence || reports_ == kReportsMax) return;
   ++reports_;
   std::array<char, kReportBytesMax> line{};  // with its final zero
   error.message.copy(line.data(), line.size() - 1);
-  // A full pipe, and one that nobody reads, are no reason to wait.
+  // Does not wait for a full pipe, or one that is not read.
   if (write(report_.get(), line.data(), std::strlen(line.data()) + 1) < 0) reports_ = kReportsMax;
 }
 
 // Ending ----------------------------------------------------------------------
 
 // A connection also breaks because the rank at its other end has failed over
-// something else, and the word of that may be here already.
+// something else, and its message may have arrived already.
 Error Engine::cause_of(const Failure& failure) noexcept {
   if (failure.error().code != ErrorCode::kPeerLost) return failure.error();
   return controller_->take_abort().value_or(failure.error());
 }
 
-// What is said to the caller of an operation that the engine's end has failed.
+// The error of an operation that the engine's end has failed.
 Error Engine::error_for(const Submission& s, const Error& cause) const {
   std::string text = concat({subject(s.kind, s.name), ": ", cause.message});
-  if (left_behind_.load(std::memory_order_acquire) && is_uneven_ &&
+  if (parent_departed_.load(std::memory_order_acquire) && is_uneven_ &&
       cause.code == ErrorCode::kPeerDeparted) {
     const RunCount runs = queue_.cache().runs_of(s.process_set, s.name);
     text += ":" + text_of_uneven(s.kind, s.name, runs, "it", std::array{rank_});
@@ -434,18 +434,18 @@ void Engine::fail(const Error& error) noexcept {
   failed_ = true;
   executing_ = false;
   report(error);
-  // A farewell concerns whoever hears it: others may still run what was agreed.
-  const bool heard = controller_->farewell() && error.code == ErrorCode::kPeerDeparted;
-  if (heard) {
+  // A farewell concerns only its receiver: others may still run what was agreed.
+  const bool is_farewell = controller_->farewell() && error.code == ErrorCode::kPeerDeparted;
+  if (is_farewell) {
     queue_.expect_close(error);
     is_uneven_ = controller_->farewell()->words.empty();
-    left_behind_.store(true);  // with what closes the queue: see submit()
+    parent_departed_.store(true);  // with what closes the queue: see submit()
   } else {
-    told_failure_ = true;
+    failure_is_posted_ = true;
     parts_.liveness->spread_abort(error);
     controller_->post_abort(error);
   }
-  // One that leaves in good order is no failure for whom nothing was pending.
+  // A rank that leaves in good order is no failure if nothing was pending here.
   const bool is_failure = error.code != ErrorCode::kPeerDeparted || queue_.pending() > 0;
   std::string states = is_failure ? flight_.look(error.message) : std::string();
   executor_.begin();
@@ -473,7 +473,7 @@ void Engine::abort(const std::string& reason) {
   const std::string text = "rank " + std::to_string(rank_) + " gave up: " + reason;
   if (!aborting_.exchange(true)) {
     abort_reason_ = text;
-    abort_said_.store(true, std::memory_order_release);
+    abort_posted_.store(true, std::memory_order_release);
   }
   role_.claim();
   parking_->wake_if_asleep();
@@ -491,7 +491,7 @@ void Engine::shutdown(std::string words) {
   if (shut_down_) return;
   shut_down_ = true;
   claim_role();
-  // The role is kept for good: nobody drives a closed engine.
+  // The role is never released: a closed engine has no driver.
   try {
     while (!failed_ && progress()) {
     }
@@ -499,12 +499,12 @@ void Engine::shutdown(std::string words) {
     fail(cause_of(failure));
   }
   if (!failed_ && queue_.has_announced()) {
-    const Error left{ErrorCode::kPeerDeparted,
-                     words.empty() ? "rank " + std::to_string(rank_) +
-                                         " has shut down while operations were pending"
-                                   : text_of_failed({rank_, words})};
-    parts_.liveness->spread_abort(left);
-    controller_->post_abort(left);
+    const Error departed{ErrorCode::kPeerDeparted,
+                         words.empty() ? "rank " + std::to_string(rank_) +
+                                             " has shut down while operations were pending"
+                                       : text_of_failed({rank_, words})};
+    parts_.liveness->spread_abort(departed);
+    controller_->post_abort(departed);
   } else if (!failed_) {
     controller_->depart(words);
   }
@@ -513,7 +513,7 @@ void Engine::shutdown(std::string words) {
     complete(operation, error_for(operation->submission, shut));
   }
   failed_ = true;
-  if (!told_failure_) parts_.liveness->leave();
+  if (!failure_is_posted_) parts_.liveness->leave();
   stopping_.store(true);
   parking_->wake();
   role_.notify();
@@ -581,7 +581,7 @@ bool Engine::idle_for_long() {
   return true;
 }
 
-// Before nobody looks any more: who is no member of a set may have nothing pending itself.
+// Before the checks stop: a rank that is no member of a set may have nothing pending itself.
 void Engine::nudge_others() {
   if (sets_.ids().size() > 1) controller_->nudge();
 }

@@ -4,7 +4,7 @@
 //
 // Driving is a role, taken by try-lock: by a thread that waits on an operation,
 // else by the engine's own thread. A blocking call thus runs from submit to done
-// in the caller's thread, with no hand-over; and a small operation that nobody waits
+// in the caller's thread, with no hand-over; and a small operation that no thread waits
 // for mostly in the thread that submits it, which lends itself for a moment.
 #pragma once
 
@@ -79,7 +79,7 @@ class Engine {
 
   int rank() const noexcept { return rank_; }
 
-  // `blocking`: wait() follows at once, so nobody need be woken. `where` names
+  // `blocking`: wait() follows at once, so no thread has to be woken. `where` names
   // the caller's line and is called only for operations that are new.
   // Throws Failure for a bad call, or with what ended the engine.
   OperationPtr submit(Submission submission, bool blocking = false,
@@ -97,7 +97,7 @@ class Engine {
   // Members of every process set, by its number.
   std::map<ProcessSetId, std::vector<int>> process_sets() const { return queue_.process_sets(); }
 
-  // As submit(), with nobody waiting. True: nobody was woken, and lend() follows at once on
+  // As submit(), without a waiting thread. True: no thread was woken, and lend() follows at once on
   // this thread; it drives until no operation is in flight, and for kLendTime at most while
   // the other ranks are late. Completion callbacks may run in it.
   bool submit_lending(Submission submission);
@@ -106,15 +106,15 @@ class Engine {
   static constexpr std::size_t kLendBytesMax = 64 * 1024;
 
   // Returns when the operation is finished; throws its error as Failure.
-  // `interrupted` is asked now and then; true makes wait() throw
-  // Failure(kInterrupted): the operation goes on unless it was being executed.
+  // `interrupted` is called now and then; true makes wait() throw
+  // Failure(kInterrupted): the operation continues unless it was being executed.
   void wait(const OperationPtr& operation, const std::function<bool()>& interrupted = {});
 
   // Ends this rank's part in good order: what was agreed still runs, what is
   // pending fails. `words`: see Departure; they are cut at kLastWordsBytesMax. Idempotent.
   void shutdown(std::string words = {});
   // Ends the world for everybody, also while an operation runs that does not move: an elastic
-  // job goes on in the next one. Any thread.
+  // job continues in the next one. Any thread.
   void abort(const std::string& reason);
   // In a forked child: closes the descriptors, and nothing else ever again.
   void abandon() noexcept;
@@ -132,7 +132,7 @@ class Engine {
   std::vector<int> dead_here() const { return parts_.liveness->dead_here(); }
 
   // On world rank 0: what all ranks work with from their next operations on. The
-  // samples of the speed begin anew with it.
+  // samples of the speed begin again with it.
   void tune(const Tuning& tuning);
   // What this rank works with.
   Tuning tuning() const;
@@ -183,7 +183,7 @@ class Engine {
   void bind_to_core() const;
   void gather() const;
   void nudge_others();
-  // The error, of which the program hears now.
+  // The error, which the program receives now.
   const Error& shown(const Error& error) noexcept;
   void adopt(const Tuning& tuning);
   bool idle_for_long();
@@ -208,7 +208,7 @@ class Engine {
   // The driver's own, guarded by the role.
   bool executing_ = false;
   bool failed_ = false;
-  bool told_failure_ =
+  bool failure_is_posted_ =
       false;  // the others know that this engine has failed: it cannot leave any more
   const std::function<bool()>* interrupted_ = nullptr;
   Clock::time_point next_interrupt_check_{};
@@ -218,11 +218,11 @@ class Engine {
   Lending lending_;  // likewise
   Tuner tuner_;      // likewise
 
-  std::atomic<bool> aborting_{false};    // somebody has said why, or is about to
-  std::atomic<bool> abort_said_{false};  // so that whoever has the role gives up
-  std::string abort_reason_;             // written once, before abort_said_
-  bool is_uneven_ = false;  // the parent has come to its end; written once, before left_behind_
-  std::atomic<bool> left_behind_{false};       // the parent has left, and so this engine ended
+  std::atomic<bool> aborting_{false};      // a reason was given, or is about to be
+  std::atomic<bool> abort_posted_{false};  // makes the holder of the role give up
+  std::string abort_reason_;               // written once, before abort_posted_
+  bool is_uneven_ = false;  // the parent has come to its end; written once, before parent_departed_
+  std::atomic<bool> parent_departed_{false};   // the parent has left, and so this engine ended
   std::atomic<bool> has_lost_results_{false};  // any thread that raises; the driver
   std::atomic<bool> behind_{false};            // see set_behind()
   std::atomic<bool> stopping_{false};          // by shutdown(): the engine's thread ends

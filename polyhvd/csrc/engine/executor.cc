@@ -294,7 +294,7 @@ void Executor::reducescatter(const Work& work, Communicator& communicator, Deadl
 }
 
 // How many rows go where changes from call to call, so it is not negotiated: it
-// travels with the data. The rows received are told on the CPU, whatever has the tensor.
+// travels with the data. The numbers of received rows are on the CPU, wherever the tensor is.
 void Executor::alltoall(Operation& operation, Communicator& communicator, Communicator& on_cpu,
                         Deadline deadline) {
   const Submission& s = operation.submission;
@@ -316,17 +316,17 @@ void Executor::alltoall(Operation& operation, Communicator& communicator, Commun
   const std::size_t row_bytes = bytes_of(shape, input.dtype);
   std::vector<std::size_t> counts(rows.size());
   std::vector<std::int32_t> received(members);
-  std::vector<std::int64_t> told(s.sized ? members : 0);
+  std::vector<std::int64_t> sized_rows(s.sized ? members : 0);
   shape[0] = 0;
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const std::int64_t count = std::max<std::int64_t>(rows[i], 0);  // of kNoRows, too
     counts[i] = static_cast<std::size_t>(count) * row_bytes;
     if (i % members != self) continue;
     received[i / members] = static_cast<std::int32_t>(count);
-    if (s.sized) told[i / members] = rows[i];
+    if (s.sized) sized_rows[i / members] = rows[i];
     shape[0] += count;
   }
-  if (s.sized) s.sized(told);
+  if (s.sized) s.sized(sized_rows);
   const Segment out = segment_of(allocate(operation, 0, shape, input.dtype, input.device));
   const Segment in = segment_of(input);
   communicator.alltoall({in.data, in.bytes}, {out.data, out.bytes}, counts, deadline);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t kRanksShown = 10;
 // A wait looks ten times a second. Who has not for so long was stopped itself, as when a whole
-// job is suspended, and that time says nothing of the others.
+// job is suspended, and that time does not concern the others.
 constexpr auto kAway = std::chrono::seconds(2);
 
 }  // namespace
@@ -27,23 +27,23 @@ bool RunningWatch::check(Time now) {
   const std::chrono::duration<double> still = now - moved_at_;
   if (times_.shutdown.count() > 0 && still > times_.shutdown) {
     Report found = report(now);
-    // Who sees why ends the job first, so that all ranks hear it.
+    // The rank that sees the reason ends the job first, so that all ranks receive it.
     if (found.names_cause || still > times_.shutdown + times_.patience) {
       throw Failure(ErrorCode::kTimeout, "stalled for too long: " + std::move(found.text));
     }
   }
-  if (times_.warn.count() <= 0 || still < times_.warn || (is_told_ && now < next_report_)) {
+  if (times_.warn.count() <= 0 || still < times_.warn || (is_reported_ && now < next_report_)) {
     return false;
   }
   next_report_ = now + std::chrono::duration_cast<Time::duration>(times_.warn);
   const std::span<const int> members = sets_.members(work_->process_set);
-  // One of a host is enough to tell: the first that can.
+  // One report of a host is enough: that of the first rank that can.
   const bool is_first = std::ranges::none_of(members, [this](int rank) {
     const auto state = rank < rank_ ? liveness_.look_beside(rank) : std::nullopt;
     return state && state->may_answer;
   });
   if (is_first) log_("rank " + std::to_string(rank_) + ": " + report(now).text);
-  return !std::exchange(is_told_, true);
+  return !std::exchange(is_reported_, true);
 }
 
 // "rank 1 (pid 812 on algo-2)".

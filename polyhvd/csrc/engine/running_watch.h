@@ -1,5 +1,5 @@
-// Watches the operation that this rank runs: says when nothing of it has moved for long, and
-// ends the job when that is asked for. Each rank watches its own, so that it does not matter
+// Watches the operation that this rank runs: reports when nothing of it has moved for long, and
+// ends the job if a setting asks for that. Each rank watches its own, so that it does not matter
 // which one has stopped. Driver only; never blocks.
 #pragma once
 
@@ -34,7 +34,7 @@ class RunningWatch {
       watch_.work_ = &work;
       watch_.moved_at_ = watch_.looked_at_ = now;
       watch_.moves_ = watch_.parking_.moves();
-      watch_.is_told_ = false;
+      watch_.is_reported_ = false;
     }
     ~Run() { watch_.work_ = nullptr; }
     Run(const Run&) = delete;
@@ -68,7 +68,7 @@ class RunningWatch {
   Time moved_at_{};          // when something moved, as far as was looked
   Time looked_at_{};         // when it was last looked
   std::uint64_t moves_ = 0;  // parking_'s at moved_at_
-  bool is_told_ = false;
+  bool is_reported_ = false;
   Time next_report_{};
 };
 

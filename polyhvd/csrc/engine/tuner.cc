@@ -36,7 +36,7 @@ std::optional<Tuning> Tuner::take_wish() {
 void Tuner::adopt(const Tuning& tuning) {
   cycle_ns_.store(std::int64_t{1000} * tuning.cycle_us, std::memory_order_relaxed);
   meter_.restart();
-  told_notice_ = tuning.notice;
+  sent_notice_ = tuning.notice;
   std::lock_guard lock(mutex_);
   tuning_ = tuning;
 }

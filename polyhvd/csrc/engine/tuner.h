@@ -28,10 +28,10 @@ class Tuner {
   Tuner(const Tuner&) = delete;
   Tuner& operator=(const Tuner&) = delete;
 
-  // Any thread. What the ranks are to work with, from where the driver tells them; a later wish
-  // replaces one that was not told yet.
+  // Any thread. What the ranks are to work with, which the driver sends them; a later wish
+  // replaces one that was not sent yet.
   void want(const Tuning& tuning);
-  // The same for a notice alone, which no later wish takes back. Notices count up.
+  // The same only for a notice, which no later wish revokes. Notices count up.
   void notify(std::uint32_t notice);
   // What this rank works with.
   Tuning current() const;
@@ -44,8 +44,8 @@ class Tuner {
   bool has_wish() const noexcept { return has_wish_.load(std::memory_order_relaxed); }
   std::optional<Tuning> take_wish();
   // The last notice that was agreed: an operation that ends now follows it on all ranks.
-  std::uint32_t told_notice() const noexcept { return told_notice_; }
-  // Agreed; samples of the speed begin anew.
+  std::uint32_t sent_notice() const noexcept { return sent_notice_; }
+  // Agreed; samples of the speed begin again.
   void adopt(const Tuning& tuning);
   bool measures() const noexcept { return meter_.on(); }
   void measure(const Work& work);
@@ -53,7 +53,8 @@ class Tuner {
   // Any thread: the program has waited for an operation that follows this notice.
   void show_notice(std::uint32_t notice) noexcept;
   // Any thread: the last notice that was shown. It is the same on all ranks that have waited for
-  // the same operations, whatever else is under way or has ended on some of them alone.
+  // the same operations, even if other operations are in progress, or have ended only on some
+  // ranks.
   std::uint32_t notice() const noexcept { return shown_notice_.load(std::memory_order_relaxed); }
 
  private:
@@ -61,7 +62,7 @@ class Tuner {
   StepMeter meter_;                             // the driver's
   std::atomic<std::int64_t> cycle_ns_;          // the engine's thread reads it without the role
   std::atomic<bool> has_wish_{false};           // whether to look, without the lock
-  std::uint32_t told_notice_ = 0;               // the driver's
+  std::uint32_t sent_notice_ = 0;               // the driver's
   std::atomic<std::uint32_t> shown_notice_{0};  // a thread that has waited reads its own or a later
   mutable OrderedMutex<LockRank::tuning> mutex_;
   Tuning tuning_;               // guarded by mutex_

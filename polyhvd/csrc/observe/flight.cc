@@ -65,7 +65,7 @@ std::string FlightDump::text(std::string_view reason) const {
   return out;
 }
 
-// Writing, on a thread of its own ---------------------------------------------------
+// Writing, on a separate thread -----------------------------------------------------
 
 // What FlightDump and its thread share. The thread may outlive the engine: a file system that
 // does not answer is not waited for.
@@ -88,7 +88,7 @@ struct FlightDump::Desk {
   std::optional<std::string> text;  // to be written; guarded by mutex
   bool after_loss = false;          // of `text`; likewise
   bool running = false;             // likewise: there is a thread, which ends when it has no text
-  bool said = false;                // the thread's
+  bool reported = false;            // the thread's
   bool swept = false;               // likewise
 };
 
@@ -116,7 +116,7 @@ void FlightDump::Desk::run() noexcept {
 }
 
 void FlightDump::Desk::put_down(const std::string& content, bool is_loss) {
-  const std::string who = "rank " + std::to_string(rank);
+  const std::string name = "rank " + std::to_string(rank);
   const DumpFolder folder(place);
   std::string path;
   if (folder) {
@@ -125,12 +125,12 @@ void FlightDump::Desk::put_down(const std::string& content, bool is_loss) {
         content);
   }
   const std::string why = path.empty() ? std::strerror(errno) : "";
-  if (!std::exchange(said, true)) {
+  if (!std::exchange(reported, true)) {
     if (path.empty()) {
-      log(who + ": cannot write a file of the last operations in " + place.root + ": " + why +
+      log(name + ": cannot write a file of the last operations in " + place.root + ": " + why +
           "; POLYHVD_FLIGHT_DIR names another folder");
     } else {
-      (is_loss ? loss_log : log)(who + ": the last operations are in " + path +
+      (is_loss ? loss_log : log)(name + ": the last operations are in " + path +
                                  "; `polyhvd flight` compares the ranks' files");
     }
   }
@@ -186,7 +186,7 @@ void FlightDump::check_stall(std::chrono::duration<double> limit) noexcept {
 
 namespace {
 
-// A handler has no argument to be told by, so this is the process's: an eventfd that
+// A handler has no argument, so this belongs to the process: an eventfd that
 // the handler writes and the thread reads. Made once and never closed, as a handler
 // may still be running. Atomic since handlers run on any thread.
 std::atomic<int> g_signalled_fd{-1};

@@ -81,19 +81,19 @@ class Pairs {
 
 std::vector<std::size_t> copy(const py::sequence& targets, const py::sequence& sources) {
   const Pairs pairs(targets, sources, true);
-  std::vector<std::size_t> left;
+  std::vector<std::size_t> remaining;
   std::vector<host::Piece> pieces;
   for (std::size_t i = 0; i < pairs.all().size(); ++i) {
     const std::optional<Pair>& pair = pairs.all()[i];
     if (pair && !overlap(*pair)) {
       pieces.push_back({pair->one, pair->other, pair->bytes});
     } else {
-      left.push_back(i);
+      remaining.push_back(i);
     }
   }
   const auto unlocked = pairs.unlocked();
   host::copy_pieces(pieces);
-  return left;
+  return remaining;
 }
 
 std::vector<std::size_t> different(const py::sequence& tensors, const py::sequence& others) {

@@ -81,7 +81,7 @@ py::list sketch(const py::sequence& tensors, Matrix rows, const std::vector<std:
     throw py::value_error("rows have " + std::to_string(kRow) + " numbers each");
   }
   double* const first = rows.mutable_data();
-  py::list told;
+  py::list described;
   std::vector<Job> jobs;
   jobs.reserve(count);
   std::int64_t total = 0;
@@ -89,14 +89,14 @@ py::list sketch(const py::sequence& tensors, Matrix rows, const std::vector<std:
     if (places[i] >= static_cast<std::size_t>(rows.shape(0))) throw py::index_error("no such row");
     const std::optional<TensorView> view = read_on_cpu(tensors[i], false);
     if (!view) {
-      told.append(py::none());
+      described.append(py::none());
       continue;
     }
     Job job{.view = *view, .row = first + places[i] * kRow};
     std::byte* other = nullptr;
     if (!beside(item(less, i), false, job.bytes(), other) ||
         !beside(item(copies, i), true, job.bytes(), job.copy)) {
-      told.append(py::none());
+      described.append(py::none());
       continue;
     }
     job.less = other;
@@ -106,14 +106,14 @@ py::list sketch(const py::sequence& tensors, Matrix rows, const std::vector<std:
     for (std::size_t axis = 0; axis < job.view.shape.size(); ++axis) {
       shape[axis] = py::int_(job.view.shape[axis]);
     }
-    told.append(py::make_tuple(std::string(name_of(job.view.dtype)), std::move(shape)));
+    described.append(py::make_tuple(std::string(name_of(job.view.dtype)), std::move(shape)));
     total += job.bytes();
     jobs.push_back(std::move(job));
   }
   std::optional<WithoutGil> without_gil;
   if (total > kBytesWithLock) without_gil.emplace();
   for (const Job& job : jobs) run(job);
-  return told;
+  return described;
 }
 
 }  // namespace
