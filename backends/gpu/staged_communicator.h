@@ -31,10 +31,7 @@ class StagedCommunicator final : public Communicator {
   }
   DeviceEventPtr end() override { return staging_.end(); }
   void check() override { staging_.check(); }
-  bool abort() noexcept override {
-    staging_.settle();
-    return false;
-  }
+  void abort() noexcept override { staging_.settle(); }
 
  private:
   std::size_t part_bytes(std::size_t parts) const noexcept;

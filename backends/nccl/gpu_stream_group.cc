@@ -38,7 +38,7 @@ GpuStreamGroup::~GpuStreamGroup() {
     if (ended && connection_.close(Clock::now() + kFarewellTime)) return;
   } catch (const Failure&) {  // the GPU has failed: nothing can be ended in good order
   }
-  (void)abort();
+  abort();
 }
 
 FusionBuffer& GpuStreamGroup::fusion_buffer() {
@@ -88,15 +88,18 @@ void GpuStreamGroup::finish() noexcept {
   }
 }
 
-bool GpuStreamGroup::abort() noexcept {
+bool GpuStreamGroup::is_working() noexcept {
   try {
     land();
   } catch (const Failure&) {  // the GPU has failed: nothing ends
   }
+  return !flights_.empty();
+}
+
+void GpuStreamGroup::abort() noexcept {
   aborted_ = true;
   if (buffer_) buffer_->leave();
   connection_.abort();
-  return !flights_.empty();
 }
 
 }  // namespace polyhvd::nccl

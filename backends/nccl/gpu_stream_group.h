@@ -64,8 +64,9 @@ class GpuStreamGroup {
   void check();
   // Returns when every batch has ended, or check() would throw.
   void finish() noexcept;
-  // Returns whether a batch had not ended.
-  bool abort() noexcept;
+  // Whether a batch has not ended.
+  bool is_working() noexcept;
+  void abort() noexcept;
 
  private:
   struct Flight {

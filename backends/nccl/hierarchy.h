@@ -41,7 +41,7 @@ class Hierarchy {
   void allreduce(GpuStreamGroup& streams, Device device, Segments in, Segments out, DType dtype,
                  ReduceOp op, const LibraryReduction& reduction, Deadline deadline);
   void check() { staged_->check(); }
-  bool abort() noexcept { return staged_->abort(); }
+  void abort() noexcept { staged_->abort(); }
 
  private:
   struct Piece {  // whole elements for each rank here

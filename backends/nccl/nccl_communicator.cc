@@ -87,13 +87,16 @@ void NcclCommunicator::finish() noexcept {
   }
 }
 
-bool NcclCommunicator::abort() noexcept {
-  bool has_lost = staged_->abort();
-  if (hierarchy_) has_lost |= hierarchy_->abort();
+bool NcclCommunicator::is_working() noexcept {
+  return (streams_here_ && streams_here_->is_working()) || (streams_ && streams_->is_working());
+}
+
+void NcclCommunicator::abort() noexcept {
+  staged_->abort();
+  if (hierarchy_) hierarchy_->abort();
   for (GpuStreamGroup* streams : {streams_here_.get(), streams_.get()}) {
-    if (streams != nullptr) has_lost |= streams->abort();
+    if (streams != nullptr) streams->abort();
   }
-  return has_lost;
 }
 
 std::optional<LibraryReduction> NcclCommunicator::reduction_by_nccl(DType dtype, ReduceOp op,

@@ -41,7 +41,8 @@ class NcclCommunicator final : public Communicator {
   DeviceEventPtr end() override;
   void check() override;
   void finish() noexcept override;
-  bool abort() noexcept override;
+  bool is_working() noexcept override;
+  void abort() noexcept override;
 
  private:
   bool serves(Deadline deadline);

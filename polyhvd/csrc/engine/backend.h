@@ -71,9 +71,11 @@ class Communicator {
   // Other ranks leave in good order: returns when the device has done what it has begun, or check()
   // would throw.
   virtual void finish() noexcept {}
+  // Whether a device still works on operations that have returned: abort() would end them without
+  // their values.
+  virtual bool is_working() noexcept { return false; }
   // The job has ended: lets go of what waits on a device for other ranks. No other calls follow.
-  // Returns whether operations that had returned are left without their values.
-  virtual bool abort() noexcept { return false; }
+  virtual void abort() noexcept {}
 };
 
 class Backend {

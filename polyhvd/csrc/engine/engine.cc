@@ -453,7 +453,9 @@ void Engine::fail(const Error& error) noexcept {
   // wrong values without an error.
   for (const auto& [key, communicator] : communicators_) {
     if (error.code == ErrorCode::kPeerDeparted) communicator->finish();
-    if (communicator->abort()) has_lost_results_.store(true);
+    // Before the device lets go of the program, which may otherwise commit what it finds there.
+    if (communicator->is_working()) has_lost_results_.store(true);
+    communicator->abort();
   }
   parking_->unwatch_all();
   for (const OperationPtr& operation : queue_.close(error)) {
