@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayError, RayTaskError, UnserializableException
+from ray.exceptions import ActorHandleNotFoundError, RayError, RayTaskError, UnserializableException
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -103,10 +104,13 @@ class RayExecutor:
         resources = {"CPU": cpus_per_worker, "GPU": gpus}
         self._resources = {name: amount for name, amount in resources.items() if amount}
         self._use_current = use_current_placement_group
-        self._group: Any = None  # that was made for this executor
+        self._group: weakref.finalize[[Any], RayExecutor] | None = (
+            None  # removes the placement group made for this executor
+        )
         self._workers: list[Any] = []  # in rank order
         self._ended = "it has not been started"
-        self._lock = threading.Lock()  # while the three above change: run_remote() watches from threads
+        self._stops = False  # shutdown() has been called since start() began
+        self._lock = threading.Lock()  # while the four above change: run_remote() watches from threads
         self._submitting = threading.Lock()
         self._starting = threading.Lock()  # until start() returns: the order of the workers is not final
 
@@ -147,7 +151,8 @@ class RayExecutor:
 
         Raises:
             TimeoutError: Ray cannot start the workers in time; the message has the resources.
-            RuntimeError: the executor is running, or another thread is starting it.
+            RuntimeError: the executor is running, another thread is starting it, or one has called
+                :meth:`shutdown` meanwhile.
             TypeError: the class and its arguments cannot be pickled.
             Exception: what the class has raised on a rank, as of :meth:`run`.
         """
@@ -165,13 +170,16 @@ class RayExecutor:
         try:
             if self._workers:
                 raise RuntimeError("RayExecutor.start(): it is running; call shutdown() first")
-            self._ended = "start() has not returned"
+            self._ended, self._stops = "start() has not returned", False
             try:
                 self._start_workers(deadline, variables)
                 if made is not None:
                     self._collect([worker.construct.remote(made) for worker in self._workers])
-            except BaseException:
+            except BaseException as error:
+                is_stopped = self._stops and isinstance(error, Exception)
                 self._end("start() has failed")
+                if is_stopped:
+                    raise _stopped() from None
                 raise
         finally:
             self._starting.release()
@@ -232,14 +240,18 @@ class RayExecutor:
         return self._collect([worker.execute.remote(_put("execute_single", fn, fn))])[0]
 
     def shutdown(self) -> None:
-        """End the workers, and give Ray their resources back; :meth:`start` may follow."""
-        with contextlib.suppress(Exception):
-            ray.wait(
-                [worker.leave.remote() for worker in self._workers],
-                num_returns=len(self._workers),
-                timeout=_LEAVE_S,
-            )
-        self._end("shutdown() has been called")
+        """End the workers, and give Ray their resources back; :meth:`start` may follow.
+
+        It does the same when the executor is garbage-collected, and nothing after ``ray.shutdown()``.
+        """
+        if ray.is_initialized():
+            with contextlib.suppress(Exception):
+                ray.wait(
+                    [worker.leave.remote() for worker in self._workers],
+                    num_returns=len(self._workers),
+                    timeout=_LEAVE_S,
+                )
+        self._end("shutdown() has been called", stops=True)
 
     def _called(
         self, name: str, fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
@@ -266,15 +278,18 @@ class RayExecutor:
         group, bundles = self._place(deadline)
         actor = ray.remote(PolyhvdWorker)
         cpus, gpus = self._resources.get("CPU", 0), self._resources.get("GPU", 0)
-        actors = [
-            actor.options(
-                num_cpus=cpus,
-                num_gpus=gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
-            ).remote()
-            for bundle in bundles
-        ]
-        self._workers = actors
+        with self._lock:
+            if self._stops:
+                raise _stopped()
+            actors = [
+                actor.options(
+                    num_cpus=cpus,
+                    num_gpus=gpus,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+                ).remote()
+                for bundle in bundles
+            ]
+            self._workers = actors
 
         def submit(number: int, function: Callable[..., Any], /, *arguments: Any) -> Any:
             return self._workers[number].call.remote(function, *arguments)
@@ -284,7 +299,10 @@ class RayExecutor:
         except TimeoutError:
             raise TimeoutError(self._not_started()) from None
         order = by_node(found)
-        self._workers = [actors[number] for number in order]
+        with self._lock:
+            if self._stops:
+                raise _stopped()
+            self._workers = [actors[number] for number in order]
         join(
             submit,
             [found[number] for number in order],
@@ -299,10 +317,16 @@ class RayExecutor:
             return current, [-1] * self._size
         bundle = {name: amount * self._on_host for name, amount in self._resources.items()}
         bundles = [bundle] * (self._size // self._on_host)
-        self._group = placement_group(bundles, strategy="PACK" if self._hosts is None else "STRICT_SPREAD")
-        if not self._group.wait(max(0.0, deadline - time.monotonic())):
+        strategy = "PACK" if self._hosts is None else "STRICT_SPREAD"
+        with self._lock:
+            if self._stops:
+                raise _stopped()
+            group = placement_group(bundles, strategy=strategy)
+            self._group = weakref.finalize(self, _remove, group)
+            self._group.atexit = False  # Ray removes it when the driver ends
+        if not group.wait(max(0.0, deadline - time.monotonic())):
             raise TimeoutError(self._not_started())
-        return self._group, [number for number in range(len(bundles)) for _ in range(self._on_host)]
+        return group, [number for number in range(len(bundles)) for _ in range(self._on_host)]
 
     def _not_started(self) -> str:
         """The message for workers that Ray has not started in time."""
@@ -345,19 +369,32 @@ class RayExecutor:
             _raise(rank, failures[rank])
         return results
 
-    def _end(self, why: str, only: list[Any] | None = None) -> None:
-        """Kill the workers, or these only, and give their resources back."""
+    def _end(self, why: str, only: list[Any] | None = None, *, stops: bool = False) -> None:
+        """Kill the workers, or these only, and give their resources back; with ``stops`` end start(), too."""
         with self._lock:
             if only is not None and self._workers is not only:
                 return
             workers, self._workers = self._workers, []
             group, self._group = self._group, None
+            self._stops |= stops
             if workers or group is not None:
                 self._ended = why
-        for worker in workers:
-            ray.kill(worker)
+        for worker in workers if ray.is_initialized() else ():
+            with contextlib.suppress(ActorHandleNotFoundError):  # of a connection that has ended
+                ray.kill(worker)
         if group is not None:
+            group()
+
+
+def _remove(group: Any) -> None:
+    """Remove a placement group, unless the connection to Ray that has made it has ended."""
+    if ray.is_initialized():
+        with contextlib.suppress(Exception):
             remove_placement_group(group)
+
+
+def _stopped() -> RuntimeError:
+    return RuntimeError("RayExecutor.start(): shutdown() has been called meanwhile")
 
 
 def _put(name: str, function: Callable[..., Any], call: object) -> Any:

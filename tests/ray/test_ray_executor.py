@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import polyhvd.numpy as hvd
 import pytest
 import ray
 import ray.cloudpickle
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from polyhvd.ray import RayExecutor
@@ -251,6 +252,64 @@ def test_too_few_resources_are_an_error_with_what_was_asked_for_and_what_there_i
     assert "6 CPUs and 2 GPUs" in words
     with pytest.raises(RuntimeError, match=r"run\(\): no workers are running: start\(\) has failed"):
         executor.run(lambda: 1)
+
+
+def groups_left() -> int:
+    return sum(group["state"] != "REMOVED" for group in placement_group_table().values())
+
+
+def test_an_executor_that_is_dropped_gives_its_resources_back() -> None:
+    before = groups_left()
+    executor = RayExecutor(num_workers=2)
+    executor.start()
+    assert groups_left() == before + 1
+    del executor
+    gc.collect()
+    wait_until(lambda: groups_left() == before, END_S)
+
+
+@pytest.mark.parametrize("size", [2, 100])
+def test_shutdown_ends_a_start_that_waits_for_resources_or_has_just_received_them(size: int) -> None:
+    executor = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=60), num_workers=size)
+    place, before = executor._place, groups_left()
+
+    def place_and_shut_down(deadline: float) -> Any:
+        placed = place(deadline)
+        executor.shutdown()
+        return placed
+
+    executor._place = place_and_shut_down  # type: ignore[method-assign]
+    shutdown = threading.Timer(0.5, executor.shutdown)
+    begun = time.monotonic()
+    if size == 100:  # more than there are
+        shutdown.start()
+    with pytest.raises(
+        RuntimeError, match=r"^RayExecutor.start\(\): shutdown\(\) has been called meanwhile$"
+    ):
+        executor.start()
+    assert time.monotonic() - begun < 20.0
+    assert groups_left() == before
+    assert not executor._workers
+
+
+ORPHANED = """
+import sys, ray
+from polyhvd.ray import RayExecutor
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+executors = [RayExecutor(num_workers=1), RayExecutor(num_workers=1)]
+for executor in executors:
+    executor.start()
+ray.shutdown()
+executors[0].shutdown()
+assert not ray.is_initialized()
+ray.init(address=sys.argv[1], log_to_driver=False)
+executors[1].shutdown()
+"""
+
+
+def test_shutdown_after_that_of_ray_does_nothing(cluster: str) -> None:
+    subprocess.run([sys.executable, "-c", ORPHANED, cluster], check=True, timeout=BUSY_S)
 
 
 @pytest.mark.parametrize(
