@@ -68,6 +68,8 @@ class Process:
         self.commits = -1
         self._has_progressed = False  # in any world
         self._reports = 0
+        #: How far the program is, as :meth:`report` takes it.
+        self.progress_made = b""
         self._timeline: tracing.Carried | None = None  # of the last world, for the next one
         #: Collectives before the first elastic function.
         self.prologue = Prologue(seat.published)
@@ -79,12 +81,13 @@ class Process:
         self.watch.send(MESSAGES, text.encode(errors="replace"), again=True)
 
     def report(self, progress: bytes) -> None:
-        """Report how far the program is; the launcher reads it when this process has ended.
+        """Record how far the program is; the launcher reads it when this process has ended.
 
         Args:
             progress: ``BEGUN`` or ``FINISHED`` of :mod:`polyhvd.elastic.limits`.
         """
         self._reports += 1
+        self.progress_made = progress
         descriptor = Settings().report_descriptor
         if descriptor < 0:
             return

@@ -27,7 +27,7 @@ from polyhvd.errors import (
 from polyhvd.launch.providers.choice import choose, seen
 from polyhvd.launch.providers.foreign import foreign_launch
 from polyhvd.launch.providers.mpi import MpiProvider
-from polyhvd.launch.providers.precedence import ALONE, MPI, POLYHVDRUN, PROVIDERS
+from polyhvd.launch.providers.precedence import ALONE, MPI, POLYHVDRUN, PROVIDERS, RAY
 from polyhvd.launch.providers.provider import Claim, Met, Provider
 from polyhvd.observe import tracing
 from polyhvd.observe.autotune import Autotuner
@@ -256,6 +256,8 @@ def _find_entry(settings: Settings, comm: object) -> _Entry:
         from polyhvd.launch.providers.elastic import MemberProvider  # no other job needs it
 
         return _Entry(settings, MemberProvider(launched), None, True, identity)
+    if chosen.provider is RAY and RAY.elastic is not None:
+        return _Entry(settings, RAY.elastic, None, True, identity)
     return _Entry(settings, chosen.provider, chosen.claim, False, identity)
 
 

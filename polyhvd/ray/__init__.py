@@ -13,7 +13,18 @@ if not is_installed("ray"):
         name="ray",
     )
 
+from polyhvd.ray import ray_logger
+from polyhvd.ray.elastic import ElasticParams, ElasticRayExecutor, ElasticSettings, RayHostDiscovery
 from polyhvd.ray.executor import RayExecutor, RaySettings
 from polyhvd.ray.meeting import rendezvous
 
-__all__ = ["RayExecutor", "RaySettings", "rendezvous"]
+__all__ = [
+    "ElasticParams",
+    "ElasticRayExecutor",
+    "ElasticSettings",
+    "RayExecutor",
+    "RayHostDiscovery",
+    "RaySettings",
+    "ray_logger",
+    "rendezvous",
+]

@@ -16,8 +16,10 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from polyhvd.errors import HorovodInternalError
+from polyhvd.launch.elastic.discovery import HostDiscovery
+from polyhvd.ray.elastic import ElasticParams, Jobs, RayHostDiscovery, put
 from polyhvd.ray.meeting import by_node, join, locate
-from polyhvd.ray.worker import ExitedError, PolyhvdWorker
+from polyhvd.ray.worker import Call, ExitedError, PolyhvdWorker, call_with_object
 
 __all__ = ["RayExecutor", "RaySettings"]
 
@@ -27,7 +29,7 @@ _GRACE_S = 3.0
 _LEAVE_S = 5.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class RaySettings:
     """What :meth:`RayExecutor.create_settings` makes.
 
@@ -35,17 +37,22 @@ class RaySettings:
         timeout_s: seconds for all ranks to meet in ``init()``.
         placement_group_timeout_s: seconds for Ray to start the workers.
         nics: interface, network or address of all connections; several with commas.
+        discovery: of elastic jobs with ``override_discovery=False``, see
+            :class:`polyhvd.ray.ElasticRayExecutor`.
     """
 
     timeout_s: float = 30.0
     placement_group_timeout_s: float = 100.0
     nics: str = ""
+    discovery: HostDiscovery | None = None
 
 
 class RayExecutor:
     """Runs functions on actors of Ray that are the ranks of one job; the interface is Horovod's.
 
-    Ranks of one node are consecutive. When a rank fails, all workers end; :meth:`start` starts others.
+    Ranks of one node are consecutive. When a rank fails, all workers end; :meth:`start` starts others. With
+    ``min_workers`` each call of :meth:`run` is an elastic job: its workers are started for it, and the others
+    go on when some of them are lost.
 
     Args:
         settings: of :meth:`create_settings`; None: its defaults.
@@ -57,7 +64,14 @@ class RayExecutor:
             the order of local ranks.
         gpus_per_worker: how many; None: one.
         use_current_placement_group: in a placement group, such as that of a trial of Tune, start the ranks in
-            it, and make no other.
+            it, and make no other. Elastic jobs do not.
+        min_workers: in place of ``num_workers``: fewest ranks of an elastic job. This and the arguments below
+            are those of :class:`polyhvd.ray.ElasticParams`.
+        max_workers: most ranks.
+        reset_limit: how often the ranks may change before the job fails.
+        cooldown_range: seconds for which no process is started in place of one that has failed.
+        elastic_timeout: seconds to wait for ``min_workers`` ranks.
+        override_discovery: whether the nodes of Ray are the hosts; False: those of ``settings.discovery``.
 
     Raises:
         ValueError: the numbers contradict each other, or one is not positive.
@@ -80,7 +94,47 @@ class RayExecutor:
         use_gpu: bool = False,
         gpus_per_worker: float | None = None,
         use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: Sequence[float] | None = None,
+        elastic_timeout: float = 600,
+        override_discovery: bool = True,
     ) -> None:
+        self._settings = settings or RaySettings()
+        self._elastic: Jobs | None = None
+        if min_workers is not None:
+            if num_workers is not None or num_hosts is not None:
+                raise ValueError(
+                    f"RayExecutor(num_workers={num_workers}, num_hosts={num_hosts}, "
+                    f"min_workers={min_workers}): give one of them"
+                )
+            params = ElasticParams(
+                cpus_per_worker=cpus_per_worker,
+                use_gpu=use_gpu,
+                gpus_per_worker=gpus_per_worker,
+                min_workers=min_workers,
+                max_workers=max_workers,
+                reset_limit=reset_limit,
+                cooldown_range=cooldown_range,
+                elastic_timeout=elastic_timeout,
+                override_discovery=override_discovery,
+            )
+            if override_discovery:
+                self._settings.discovery = RayHostDiscovery(use_gpu, cpus_per_worker, gpus_per_worker)
+            self._elastic = Jobs(
+                "RayExecutor",
+                params,
+                self._settings.discovery,
+                self._settings.timeout_s,
+                self._settings.nics,
+            )
+            num_workers = min_workers
+        elif (max_workers, reset_limit, cooldown_range) != (None, None, None):
+            raise ValueError(
+                f"RayExecutor(max_workers={max_workers}, reset_limit={reset_limit}, "
+                f"cooldown_range={cooldown_range}): needs min_workers"
+            )
         if (num_workers is None) == (num_hosts is None):
             raise ValueError(
                 f"RayExecutor(num_workers={num_workers}, num_hosts={num_hosts}): give one of them"
@@ -100,17 +154,18 @@ class RayExecutor:
                 f"RayExecutor(): expected positive numbers; found {self._size} workers with "
                 f"{cpus_per_worker} CPUs and {gpus} GPUs each"
             )
-        self._settings = settings or RaySettings()
         resources = {"CPU": cpus_per_worker, "GPU": gpus}
         self._resources = {name: amount for name, amount in resources.items() if amount}
+        self._made: Call | None = None  # of an elastic job: the class of its workers' objects
+        self._variables: dict[str, str] = {}  # likewise, of their environment
         self._use_current = use_current_placement_group
-        self._group: weakref.finalize[[Any], RayExecutor] | None = (
-            None  # removes the placement group made for this executor
-        )
+        #: Removes the placement group that was made for this executor.
+        self._group: weakref.finalize[[Any], RayExecutor] | None = None
         self._workers: list[Any] = []  # in rank order
         self._ended = "it has not been started"
         self._stops = False  # shutdown() has been called since start() began
         self._lock = threading.Lock()  # while the four above change: run_remote() watches from threads
+        self._is_ready = False  # of an elastic executor: start() has returned
         self._submitting = threading.Lock()
         self._starting = threading.Lock()  # until start() returns: the order of the workers is not final
 
@@ -143,6 +198,9 @@ class RayExecutor:
     ) -> None:
         """Start the workers, and make an object of ``executable_cls`` in each of them.
 
+        An elastic executor waits until the cluster has room for ``min_workers`` ranks. :meth:`run` and
+        :meth:`execute` start its workers.
+
         Args:
             executable_cls: a class whose objects :meth:`execute` passes to its function.
             executable_args: positional arguments of the class.
@@ -160,10 +218,15 @@ class RayExecutor:
         variables = {"POLYHVD_START_TIMEOUT": f"{settings.timeout_s:g}", **(extra_env_vars or {})}
         if settings.nics:
             variables["POLYHVD_GLOO_IFACE"] = settings.nics
-        made = None
         if executable_cls is not None:
             call = (executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {}))
-            made = _put("start", executable_cls, call)
+        if self._elastic is not None:
+            self._elastic.wait_for_room()
+            self._made = None if executable_cls is None else call
+            self._variables = dict(extra_env_vars or {})
+            self._is_ready = True
+            return
+        made = None if executable_cls is None else put("RayExecutor.start", executable_cls, call)
         deadline = time.monotonic() + settings.placement_group_timeout_s
         if not self._starting.acquire(blocking=False):
             raise RuntimeError("RayExecutor.start(): another thread is starting it")
@@ -189,10 +252,12 @@ class RayExecutor:
         fn: Callable[..., Any],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callable[[Any], Any]] | None = None,
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank, and return the results in rank order.
 
-        Arrays in the results may be read-only, since they lie in Ray's object store.
+        Arrays in the results may be read-only, since they lie in Ray's object store. An elastic executor does
+        what :meth:`polyhvd.ray.ElasticRayExecutor.run` does; only it takes ``callbacks``.
 
         Raises:
             Exception: that of the rank that failed first; its ``__cause__`` is a RuntimeError with the rank
@@ -202,6 +267,9 @@ class RayExecutor:
             TypeError: ``fn`` and its arguments cannot be pickled; nothing was run.
             KeyboardInterrupt: Ctrl-C. The workers have ended.
         """
+        if self._elastic is not None:
+            return self._run_elastic("run", fn, (fn, tuple(args or ()), dict(kwargs or {})), callbacks)
+        self._refuse_callbacks("run", callbacks)
         return self._collect(self._called("run", fn, args, kwargs))
 
     def run_remote(
@@ -213,8 +281,9 @@ class RayExecutor:
         """Do what :meth:`run` does without waiting; return references to the results for ``ray.get()``.
 
         That raises Ray's own errors, which are of the class of the exception as well. The workers end after a
-        failure as with :meth:`run`.
+        failure as with :meth:`run`. An elastic executor raises NotImplementedError: its workers change.
         """
+        self._refuse_elastic("run_remote", "run")
         calls = self._called("run_remote", fn, args, kwargs)
         workers = self._workers
 
@@ -225,25 +294,39 @@ class RayExecutor:
         threading.Thread(target=watch, name="polyhvd-ray-watch", daemon=True).start()
         return calls
 
-    def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
+    def execute(
+        self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None
+    ) -> list[Any]:
         """Call ``fn(executable)`` on every rank with the object that :meth:`start` has made there.
 
-        Raises what :meth:`run` does, and returns what it does.
+        Raises what :meth:`run` does, and returns what it does; so are ``callbacks``.
         """
+        if self._elastic is not None:
+            call: Call = (call_with_object, (self._made, fn), {})
+            return self._run_elastic("execute", fn, call, callbacks)
+        self._refuse_callbacks("execute", callbacks)
         workers = self._running("execute")
-        function = _put("execute", fn, fn)
+        function = put("RayExecutor.execute", fn, fn)
         return self._collect(self._submit(workers, "execute", function))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call ``fn(executable)`` on rank 0 only, and return its result; raises what :meth:`run` does."""
+        """Call ``fn(executable)`` on rank 0 only, and return its result; raises what :meth:`run` does.
+
+        An elastic executor raises NotImplementedError: rank 0 may be lost.
+        """
+        self._refuse_elastic("execute_single", "execute")
         worker = self._running("execute_single")[0]
-        return self._collect([worker.execute.remote(_put("execute_single", fn, fn))])[0]
+        return self._collect([worker.execute.remote(put("RayExecutor.execute_single", fn, fn))])[0]
 
     def shutdown(self) -> None:
         """End the workers, and give Ray their resources back; :meth:`start` may follow.
 
         It does the same when the executor is garbage-collected, and nothing after ``ray.shutdown()``.
         """
+        if self._elastic is not None:
+            self._is_ready = False
+            self._elastic.stop()
+            return
         if ray.is_initialized():
             with contextlib.suppress(Exception):
                 ray.wait(
@@ -257,8 +340,29 @@ class RayExecutor:
         self, name: str, fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
     ) -> list[Any]:
         workers = self._running(name)
-        call = _put(name, fn, (fn, tuple(args or ()), dict(kwargs or {})))
+        call = put(f"RayExecutor.{name}", fn, (fn, tuple(args or ()), dict(kwargs or {})))
         return self._submit(workers, "run", call)
+
+    def _run_elastic(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        call: Call,
+        callbacks: Sequence[Callable[[Any], Any]] | None,
+    ) -> list[Any]:
+        assert self._elastic is not None
+        if not self._is_ready:
+            raise RuntimeError(f"RayExecutor.{name}(): call start() first")
+        return self._elastic.run(put(f"RayExecutor.{name}", fn, call), self._variables, callbacks)
+
+    def _refuse_elastic(self, name: str, other: str) -> None:
+        if self._elastic is not None:
+            raise NotImplementedError(f"RayExecutor.{name}(): not with min_workers; use {other}()")
+
+    @staticmethod
+    def _refuse_callbacks(name: str, callbacks: Sequence[Callable[[Any], Any]] | None) -> None:
+        if callbacks:
+            raise ValueError(f"RayExecutor.{name}(callbacks=...) needs min_workers")
 
     def _submit(self, workers: list[Any], method: str, argument: Any) -> list[Any]:
         """Call a method of all workers; calls of several threads reach all of them in the same order."""
@@ -395,18 +499,6 @@ def _remove(group: Any) -> None:
 
 def _stopped() -> RuntimeError:
     return RuntimeError("RayExecutor.start(): shutdown() has been called meanwhile")
-
-
-def _put(name: str, function: Callable[..., Any], call: object) -> Any:
-    """A reference to a call, which Ray sends to each node once."""
-    try:
-        return ray.put(call)
-    except Exception as error:
-        called = getattr(function, "__qualname__", function)
-        reason = str(error.__cause__ or error).partition("\n")[0]
-        raise TypeError(
-            f"RayExecutor.{name}(): {called} and its arguments cannot be sent to the ranks: {reason}"
-        ) from error
 
 
 def _shown(resources: Mapping[str, float]) -> str:

@@ -1,13 +1,26 @@
-"""The actor of an executor: one rank of its job."""
+"""The actors of executors: each is one rank of a job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from polyhvd.launch.init import leave_after, shutdown
+import ray
+import ray.cloudpickle
 
-__all__ = ["ExitedError", "PolyhvdWorker"]
+from polyhvd.config import Launched, Settings
+from polyhvd.elastic import process
+from polyhvd.launch.init import leave_after, shutdown
+from polyhvd.launch.providers.elastic import MemberProvider
+from polyhvd.launch.providers.precedence import RAY
+from polyhvd.launch.providers.provider import Claim, Met
+
+__all__ = ["Call", "ElasticWorker", "ExitedError", "Outcome", "PolyhvdWorker", "call_with_object"]
+
+#: A function of the user's, with its arguments.
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class ExitedError(Exception):
@@ -24,7 +37,7 @@ class PolyhvdWorker:
         """Call a function of polyhvd's."""
         return function(*arguments)
 
-    def construct(self, made: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> None:
+    def construct(self, made: Call) -> None:
         """Make the executor's object."""
         self._executable = self.run(made)
 
@@ -32,7 +45,7 @@ class PolyhvdWorker:
         """Call a function of the user's with the executor's object."""
         return self.run((function, (self._executable,), {}))
 
-    def run(self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> Any:
+    def run(self, call: Call) -> Any:
         """Call a function of the user's; if it fails, leave the world, so that no rank waits for this one."""
         function, args, kwargs = call
         try:
@@ -48,3 +61,131 @@ class PolyhvdWorker:
     def leave(self) -> None:
         """Leave the world in good order."""
         shutdown()
+
+
+# Elastic jobs -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the function of a process of an elastic job has ended.
+
+    Args:
+        status: exit status that a process would have.
+        progress: of the elastic functions, see :mod:`polyhvd.elastic.limits`.
+        place: generation, rank and size of the last world of the process.
+        value: what the function has returned.
+        has_value: whether it has returned.
+        error: pickled exception, or text why it cannot be pickled; empty: the function has raised none.
+        text: traceback of the exception, or what the function has called.
+    """
+
+    status: int
+    progress: bytes
+    place: tuple[int, int, int]
+    value: Any = None
+    has_value: bool = False
+    error: bytes = field(default=b"", repr=False)
+    text: str = ""
+
+
+class ElasticWorker:
+    """Is one process of an elastic job: runs its function once, in world after world."""
+
+    def ready(self) -> None:
+        """Return when Ray has started the actor."""
+
+    def work(self, seat: Launched, node_gpus: int, variables: Mapping[str, str], call: Call) -> Outcome:
+        """Call the job's function.
+
+        Args:
+            seat: where the driver of the job is, the job's secret, and the number of this process.
+            node_gpus: number of GPUs of this node.
+            variables: to set in the environment.
+            call: the function.
+        """
+        RAY.set_variables(variables)
+        own = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
+        RAY.join_elastic(_ActorProvider(seat, tuple(own), node_gpus), seat)
+        number = seat.member or 0
+        function, args, kwargs = call
+        try:
+            value = function(*args, **kwargs)
+        except SystemExit as exit:
+            shutdown()
+            status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+            return Outcome(status, _progress(), _last_place(number), text=f"sys.exit({exit.code!r})")
+        except BaseException as error:
+            leave_after(error)
+            place = _last_place(number)
+            return Outcome(1, _progress(), place, error=_pickled(error), text=traceback.format_exc())
+        place = _last_place(number)
+        shutdown()
+        return Outcome(0, _progress(), place, value, has_value=True)
+
+
+class _ActorProvider(MemberProvider):
+    """Gives an actor its places. Programs choose a GPU by their local rank, which the first place says.
+
+    Args:
+        launched: of a member.
+        own_gpus: ids of the GPUs that Ray has assigned to the actor.
+        node_gpus: number of GPUs of the node.
+    """
+
+    def __init__(self, launched: Launched, own_gpus: tuple[str, ...], node_gpus: int) -> None:
+        super().__init__(launched)
+        self._own_gpus, self._node_gpus = own_gpus, node_gpus
+
+    def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
+        """The place, as of MemberProvider."""
+        met = super().meet(claim, settings, after, deadline)
+        if self._own_gpus:
+            visible = visible_gpus(self._own_gpus, self._node_gpus, met.placement.local_rank)
+            RAY.set_variables({"CUDA_VISIBLE_DEVICES": ",".join(visible)})
+            self._own_gpus = ()  # CUDA reads the variable once
+        return met
+
+
+def visible_gpus(own: tuple[str, ...], count: int, local_rank: int) -> list[str]:
+    """The GPUs of a node in an order in which that at the place ``local_rank`` is the rank's own.
+
+    Args:
+        own: ids of the rank's GPUs.
+        count: number of GPUs of the node.
+        local_rank: of the rank when it first gets a place.
+    """
+    others = [str(number) for number in range(count) if str(number) not in own]
+    if not all(name.isdigit() for name in own):
+        others = []  # ids of other kinds cannot be guessed
+    return [*others[:local_rank], *own, *others[local_rank:]]
+
+
+def call_with_object(made: Call | None, function: Callable[[Any], Any]) -> Any:
+    """Make an object, if there is a class for it, and call a function of the user's with it."""
+    if made is None:
+        return function(None)
+    cls, args, kwargs = made
+    return function(cls(*args, **kwargs))
+
+
+def _progress() -> bytes:
+    member = process.find()
+    return b"" if member is None else member.progress_made
+
+
+def _last_place(number: int) -> tuple[int, int, int]:
+    member = process.find()
+    if member is None or number not in member.seat.answer.members:
+        return 0, number, 1
+    answer = member.seat.answer
+    return answer.generation, answer.members.index(number), len(answer.members)
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        data = ray.cloudpickle.dumps(error)
+        ray.cloudpickle.loads(data)
+    except Exception as reason:
+        data = ray.cloudpickle.dumps(f"its exception cannot be sent: {reason}")
+    return bytes(data)

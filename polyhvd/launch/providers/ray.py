@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from polyhvd.config import Settings
+from polyhvd.config import Launched, Settings
 from polyhvd.errors import HorovodInternalError
-from polyhvd.launch.providers.provider import Claim, Met
+from polyhvd.launch.providers.provider import Claim, Met, Provider
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import parse_secret
 from polyhvd.rendezvous.client import Client
@@ -50,6 +50,9 @@ class RayProvider:
         self.within = within
         self._given: Assignment | None = None
         self._server: Server | None = None
+        #: Of a process of an elastic job: what gives it its places, and what it was started with.
+        self.elastic: Provider | None = None
+        self.elastic_seat: Launched | None = None
 
     def serve(self, secret: str, address: str) -> str:
         """Serve the store of a job in rank 0's process, until the next one; returns its endpoint.
@@ -68,13 +71,24 @@ class RayProvider:
         """Make this process a rank, for each ``init()`` to come."""
         self._given = assignment
 
+    def join_elastic(self, provider: Provider, seat: Launched) -> None:
+        """Make this process one of an elastic job.
+
+        Args:
+            provider: gives it its places.
+            seat: the driver's address, the job's secret, and the number of the process.
+        """
+        self.elastic, self.elastic_seat = provider, seat
+
     @staticmethod
     def set_variables(variables: Mapping[str, str]) -> None:
         """Set environment variables of this process, before it uses a framework."""
         os.environ.update(variables)
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """The place given by :meth:`give`, regardless of the environment."""
+        """The place that the driver has given or will give, regardless of the environment."""
+        if self.elastic is not None:
+            return Claim(seen="the driver of an elastic job has started it")
         if self._given is None:
             return None
         place = self._given.placement

@@ -1,0 +1,397 @@
+"""Elastic jobs on Ray: executors with Horovod's arguments, and which nodes there are. See docs/ray.md."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+
+from polyhvd.elastic.limits import Limits
+from polyhvd.launch.elastic.discovery import Discovery, HostDiscovery
+from polyhvd.launch.elastic.driven import Elastic
+from polyhvd.launch.hosts.lists import Host
+from polyhvd.ray.elastic_job import ElasticJob, Workers
+from polyhvd.ray.worker import Call
+from polyhvd.rendezvous import network
+
+__all__ = ["ElasticParams", "ElasticRayExecutor", "ElasticSettings", "Jobs", "RayHostDiscovery"]
+
+_INTERVAL_S = 1.0
+_ROUNDING = 1e-6  # 0.3 CPUs are enough for three ranks with 0.1
+
+
+@dataclass
+class ElasticParams:
+    """How an elastic job may change; the arguments are Horovod's.
+
+    Args:
+        cpus_per_worker: CPUs that Ray reserves for each rank.
+        use_gpu: whether Ray reserves GPUs for each rank.
+        gpus_per_worker: number of GPUs; None: one.
+        min_workers: fewest ranks: with fewer the job waits for others.
+        max_workers: most ranks; None: as many as the cluster has room for when the job starts.
+        reset_limit: how often the ranks may change before the job fails; None: any number.
+        cooldown_range: seconds for which no process is started in place of one that has failed: after the
+            first failure, and at most; None: polyhvdrun's.
+        elastic_timeout: seconds to wait for ``min_workers`` ranks.
+        override_discovery: whether the nodes of Ray are the hosts; False: those of ``settings.discovery``.
+
+    Raises:
+        ValueError: the numbers contradict each other.
+    """
+
+    cpus_per_worker: float = 1
+    use_gpu: bool = False
+    gpus_per_worker: float | None = None
+    min_workers: int = 1
+    max_workers: int | None = None
+    reset_limit: int | None = None
+    cooldown_range: Sequence[float] | None = None
+    elastic_timeout: float = 600
+    override_discovery: bool = True
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_worker is not None and not self.use_gpu:
+            raise ValueError(f"gpus_per_worker={self.gpus_per_worker} needs use_gpu=True")
+        resources = self.resources
+        if not resources or min(resources.values()) < 0:
+            raise ValueError(
+                f"cpus_per_worker={self.cpus_per_worker}, gpus_per_worker={self.gpus_per_worker}: expected "
+                "positive numbers"
+            )
+        most = self.min_workers if self.max_workers is None else self.max_workers
+        if not 1 <= self.min_workers <= most:
+            raise ValueError(
+                f"min_workers={self.min_workers}, max_workers={self.max_workers}: expected "
+                "1 <= min_workers <= max_workers"
+            )
+        self.limits(self.min_workers)
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What Ray reserves for each rank, by name."""
+        gpus = (1 if self.gpus_per_worker is None else self.gpus_per_worker) if self.use_gpu else 0
+        return {name: n for name, n in (("CPU", self.cpus_per_worker), ("GPU", gpus)) if n}
+
+    def limits(self, slots: int) -> Limits:
+        """The limits of a job that begins where there is room for so many ranks; raises ValueError."""
+        most = max(slots, self.min_workers) if self.max_workers is None else self.max_workers
+        cooldown = None if self.cooldown_range is None else tuple(map(float, self.cooldown_range))
+        if cooldown is not None and len(cooldown) != 2:
+            raise ValueError(f"cooldown_range={self.cooldown_range}: expected two numbers")
+        return Limits(
+            size=min(max(slots, self.min_workers), most),
+            min_size=self.min_workers,
+            max_size=most,
+            reset_limit=self.reset_limit,
+            timeout_s=float(self.elastic_timeout),
+            cooldown_s=None if cooldown is None else (cooldown[0], cooldown[1]),
+        )
+
+
+class RayHostDiscovery:
+    """Lists the nodes of Ray with the number of ranks for which each has resources, used or not.
+
+    Nodes are named by Ray's ids: those of a test cluster share one address.
+
+    Args:
+        use_gpu: whether a rank needs GPUs.
+        cpus_per_worker: CPUs of a rank.
+        gpus_per_worker: GPUs of a rank.
+
+    Example::
+
+        RayHostDiscovery(use_gpu=True, gpus_per_worker=2).find_available_hosts_and_slots()
+    """
+
+    def __init__(
+        self, use_gpu: bool = False, cpus_per_worker: float = 1, gpus_per_worker: float | None = 1
+    ) -> None:
+        gpus = (1 if gpus_per_worker is None else gpus_per_worker) if use_gpu else 0
+        self._needed = {name: n for name, n in (("CPU", cpus_per_worker), ("GPU", gpus)) if n}
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """The number of ranks that each node can have, by the node's id; without nodes that can have none."""
+        nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        return self._slots(nodes)
+
+    def _slots(self, nodes: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
+        """For how many ranks these resources are enough."""
+        found = {
+            node: int(min(has.get(name, 0) / amount + _ROUNDING for name, amount in self._needed.items()))
+            for node, has in nodes.items()
+        }
+        return {node: slots for node, slots in found.items() if slots}
+
+    def available(self, held: Counter[str]) -> dict[str, int]:
+        """The same with resources that are free, or that processes of this job hold.
+
+        Args:
+            held: the number of ranks' resources that the job holds on each node.
+        """
+        free = self._slots(available_resources_per_node())
+        found = {
+            node: min(slots, held[node] + free.get(node, 0))
+            for node, slots in self.find_available_hosts_and_slots().items()
+        }
+        return {node: slots for node, slots in found.items() if slots}
+
+
+class _Available:
+    """The discovery of one job."""
+
+    def __init__(self, discovery: RayHostDiscovery, held: Callable[[], Counter[str]]) -> None:
+        self._discovery, self._held = discovery, held
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return self._discovery.available(self._held())
+
+
+class Jobs:
+    """Runs elastic jobs, one after another.
+
+    Args:
+        name: of the executor, for messages.
+        params: how jobs may change.
+        discovery: which hosts there are.
+        timeout_s: seconds for Ray to start an actor, and for ranks to meet in ``init()``.
+        nics: interface, network or address of all connections; several with commas.
+    """
+
+    def __init__(
+        self, name: str, params: ElasticParams, discovery: HostDiscovery | None, timeout_s: float, nics: str
+    ) -> None:
+        if discovery is None:
+            raise ValueError(
+                f"{name}(override_discovery=False): settings.discovery is None; set it to an object"
+            )
+        self._name, self._params, self._discovery = name, params, discovery
+        self._timeout_s, self._nics = timeout_s, nics
+        self._job: ElasticJob | None = None  # that runs
+        self._lock = threading.Lock()  # while that changes
+
+    def wait_for_room(self) -> None:
+        """Wait until there is room for the fewest ranks that a job may have.
+
+        Raises:
+            TimeoutError: it is not there within ``elastic_timeout``.
+        """
+        deadline = time.monotonic() + self._params.elastic_timeout
+        while (slots := sum(self._hosts(Counter()).values())) < self._params.min_workers:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{self._name}.start(): the cluster has room for {slots} ranks with "
+                    f"{self._params.resources} each, fewer than min_workers={self._params.min_workers}, and "
+                    f"no more has come within {self._params.elastic_timeout:g} s. Free: "
+                    f"{ray.available_resources()}. Ask for fewer workers, or add nodes"
+                )
+            time.sleep(min(_INTERVAL_S, max(0.0, deadline - time.monotonic())))
+
+    def run(
+        self, call: Any, variables: Mapping[str, str], callbacks: Sequence[Callable[[Any], Any]] | None
+    ) -> list[Any]:
+        """Run a job.
+
+        Args:
+            call: a reference to a :data:`polyhvd.ray.worker.Call`.
+            variables: to set in the environment of each process.
+            callbacks: called with each value that ``ray_logger.log()`` sends.
+        """
+        given = {"POLYHVD_START_TIMEOUT": f"{self._timeout_s:g}", **variables}
+        if self._nics:
+            given["POLYHVD_GLOO_IFACE"] = self._nics
+        address = network.address_of(self._nics) if self._nics else ray.util.get_node_ip_address()
+        workers = Workers(call, self._params.resources, given, address, self._timeout_s)
+        with self._lock:
+            if self._job is not None:
+                raise RuntimeError(f"{self._name}.run(): another thread runs a job with this executor")
+            job = self._job = ElasticJob(workers, list(callbacks or ()))
+        try:
+            source = self._discovery
+            if isinstance(source, RayHostDiscovery):
+                source = _Available(source, job.held)
+            discovery = Discovery(source, _INTERVAL_S)
+            hosts = discovery.look()
+            limits = self._params.limits(sum(hosts.values()))
+            return job.run(Elastic(limits, [Host(name, slots) for name, slots in hosts.items()], discovery))
+        finally:
+            with self._lock:
+                self._job = None
+            job.close()
+
+    def stop(self) -> None:
+        """End the job that runs, if there is one."""
+        with self._lock:
+            if self._job is not None:
+                self._job.stop()
+
+    def _hosts(self, held: Counter[str]) -> Mapping[str, int]:
+        if isinstance(self._discovery, RayHostDiscovery):
+            return self._discovery.available(held)
+        return self._discovery.find_available_hosts_and_slots()
+
+
+@dataclass
+class ElasticSettings:
+    """What :meth:`ElasticRayExecutor.create_settings` makes; its arguments are the fields."""
+
+    min_num_proc: int = 1
+    max_num_proc: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: float = 600
+    timeout_s: float = 30
+    nics: str = ""
+    cooldown_range: Sequence[float] | None = None
+    discovery: HostDiscovery | None = None
+
+
+class ElasticRayExecutor:
+    """Runs an elastic function on actors of Ray; the interface is Horovod's.
+
+    Each process of the job is an actor. When one is lost, the others keep their processes, models and data.
+
+    Args:
+        settings: of :meth:`create_settings`.
+        use_gpu: whether Ray reserves GPUs for each rank.
+        cpus_per_slot: CPUs that Ray reserves for each rank.
+        gpus_per_slot: number of GPUs; None: one.
+        env_vars: environment variables of the ranks.
+        override_discovery: whether the nodes of Ray are the hosts. False: those of ``settings.discovery``, an
+            object with a method ``find_available_hosts_and_slots()`` that returns ids or addresses of nodes
+            with the number of ranks of each.
+
+    Raises:
+        ValueError: the numbers contradict each other.
+
+    Example::
+
+        executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=8))
+        executor.start()
+        results = executor.run(train)
+    """
+
+    def __init__(
+        self,
+        settings: ElasticSettings,
+        use_gpu: bool = False,
+        cpus_per_slot: float = 1,
+        gpus_per_slot: float | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        override_discovery: bool = True,
+    ) -> None:
+        params = ElasticParams(
+            cpus_per_worker=cpus_per_slot,
+            use_gpu=use_gpu,
+            gpus_per_worker=gpus_per_slot,
+            min_workers=settings.min_num_proc,
+            max_workers=settings.max_num_proc,
+            reset_limit=settings.reset_limit,
+            cooldown_range=settings.cooldown_range,
+            elastic_timeout=settings.elastic_timeout,
+            override_discovery=override_discovery,
+        )
+        if override_discovery:
+            settings.discovery = RayHostDiscovery(use_gpu, cpus_per_slot, gpus_per_slot)
+        self._env_vars = dict(env_vars or {})
+        self._jobs = Jobs(
+            "ElasticRayExecutor", params, settings.discovery, float(settings.timeout_s), settings.nics
+        )
+        self._started = False
+
+    @staticmethod
+    def create_settings(
+        min_num_proc: int = 1,
+        max_num_proc: int | None = None,
+        reset_limit: int | None = None,
+        elastic_timeout: float = 600,
+        timeout_s: float = 30,
+        ssh_identity_file: str | None = None,
+        nics: str | Sequence[str] | None = None,
+        min_np: int | None = None,
+        max_np: int | None = None,
+        cooldown_range: Sequence[float] | None = None,
+        discovery: HostDiscovery | None = None,
+        verbose: int | bool | None = None,
+    ) -> ElasticSettings:
+        """Return the settings of an executor.
+
+        Args:
+            min_num_proc: fewest ranks: with fewer the job waits for others. ``min_np`` is another name.
+            max_num_proc: most ranks; None: as many as the cluster has room for when the job starts.
+                ``max_np`` is another name.
+            reset_limit: how often the ranks may change before the job fails; None: any number.
+            elastic_timeout: seconds to wait for ``min_num_proc`` ranks.
+            timeout_s: seconds for Ray to start an actor, and for ranks to meet in ``init()``.
+            ssh_identity_file: has no effect, and neither has ``verbose``: ranks need no ssh.
+            nics: interface, network or address of all connections; several as a sequence.
+            cooldown_range: seconds for which no process is started in place of one that has failed: after the
+                first failure, and at most; None: polyhvdrun's.
+            discovery: for ``override_discovery=False``.
+        """
+        return ElasticSettings(
+            min_num_proc=min_num_proc if min_np is None else min_np,
+            max_num_proc=max_num_proc if max_np is None else max_np,
+            reset_limit=reset_limit,
+            elastic_timeout=elastic_timeout,
+            timeout_s=timeout_s,
+            nics=nics if isinstance(nics, str) else ",".join(nics or ()),
+            cooldown_range=cooldown_range,
+            discovery=discovery,
+        )
+
+    def start(self) -> None:
+        """Wait until the cluster has room for ``min_num_proc`` ranks.
+
+        Raises:
+            TimeoutError: it has not within ``elastic_timeout``.
+        """
+        self._jobs.wait_for_room()
+        self._started = True
+
+    def run(
+        self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None
+    ) -> list[Any]:
+        """Call a function on every rank of an elastic job; return the results of its last world by rank.
+
+        Args:
+            worker_fn: calls ``hvd.init()``, and a function that ``hvd.elastic.run`` has wrapped or
+                ``hvd.elastic.train``. New processes call it as well.
+            callbacks: called with each value that ``polyhvd.ray.ray_logger.log()`` sends. What one raises
+                ends the job.
+
+        Raises:
+            Exception: what has ended the job on a rank; its ``__cause__`` is a RuntimeError with the
+                traceback.
+            RuntimeError: the job has failed otherwise: too few ranks are left, or the ranks have changed more
+                often than ``reset_limit``; or the executor was not started, or another thread runs a job with
+                it or has called :meth:`shutdown`.
+            TypeError: ``worker_fn`` cannot be pickled; nothing was run.
+            KeyboardInterrupt: Ctrl-C. The ranks have ended.
+        """
+        if not self._started:
+            raise RuntimeError("ElasticRayExecutor.run(): call start() first")
+        call: Call = (worker_fn, (), {})
+        return self._jobs.run(put("ElasticRayExecutor.run", worker_fn, call), self._env_vars, callbacks)
+
+    def shutdown(self) -> None:
+        """End the job that another thread runs, if there is one; its ``run()`` raises a RuntimeError."""
+        self._jobs.stop()
+        self._started = False
+
+
+def put(name: str, function: Callable[..., Any], call: object) -> Any:
+    """A reference to a call, which Ray sends to each node once; raises TypeError if it cannot be pickled."""
+    try:
+        return ray.put(call)
+    except Exception as error:
+        called = getattr(function, "__qualname__", function)
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise TypeError(
+            f"{name}(): {called} and its arguments cannot be sent to the ranks: {reason}"
+        ) from error

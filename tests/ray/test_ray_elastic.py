@@ -1,0 +1,364 @@
+"""Elastic jobs whose processes are actors, on a real cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import polyhvd.numpy as hvd
+import pytest
+import ray
+import ray.cloudpickle
+
+from polyhvd.data import ArrayLoader
+from polyhvd.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
+from polyhvd.ray.worker import visible_gpus
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ROWS, EPOCHS, BATCH = 48, 2, 4
+END_S = 5.0
+BUSY_S = 60.0  # for what takes a second on an idle machine
+
+
+class Found(NamedTuple):
+    """What a rank returns."""
+
+    process: int
+    rank: int
+    size: int
+    seen: list[float]  # how often each row has been in a step
+    weights: list[float]
+
+
+def executor(least: int, most: int | None = None, **options: Any) -> ElasticRayExecutor:
+    settings = ElasticRayExecutor.create_settings(least, most, timeout_s=BUSY_S, **options)
+    made = ElasticRayExecutor(settings)
+    made.start()
+    return made
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come true"
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def once(path: Path) -> bool:
+    """Whether no process has called this before."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def note(folder: Path) -> None:
+    """Have started() list this process."""
+    (folder / f"{time.time():.6f}-{os.getpid()}").touch()
+
+
+def started(folder: Path) -> list[int]:
+    """The processes that have noted themselves, in their order."""
+    return [int(path.name.partition("-")[2]) for path in sorted(folder.glob("[0-9]*-*"))]
+
+
+def train(folder: Path, lost: Sequence[int] = (), at: int = 3, dies_early: bool = False) -> Found:
+    """Count rows; ranks of the first world are killed within a step, while the others wait for them."""
+    note(folder)
+    if dies_early and (folder / "lost-1").exists() and once(folder / "died-early"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.init()
+    rows = np.arange(ROWS, dtype=np.float64)
+    state = hvd.elastic.ArrayState(seen=np.zeros(ROWS), weights=np.zeros(3), steps=0)
+
+    def step(batch: Any) -> None:
+        if state.steps == at and hvd.rank() in lost and once(folder / f"lost-{hvd.rank()}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen = np.zeros(ROWS)
+        seen[batch.arrays[0].astype(int)] = 1.0
+        state.seen += hvd.allreduce(seen, op=hvd.Sum, name="seen")
+        total = np.full(3, float(batch.arrays[0].sum()))
+        state.weights += hvd.allreduce(total, op=hvd.Sum, name="weights")
+        state.steps += 1
+
+    hvd.elastic.train(step, state, ArrayLoader([rows], batch_size=BATCH, seed=7), epochs=EPOCHS)
+    return Found(os.getpid(), hvd.rank(), hvd.size(), state.seen.tolist(), state.weights.tolist())
+
+
+@pytest.mark.parametrize("lost", [[1], [0], [0, 2]], ids=["single", "rank-0", "all-but-one"])
+def test_the_others_keep_their_processes_and_each_row_counts_once(lost: list[int], tmp_path: Path) -> None:
+    found = executor(1, 3).run(lambda: train(tmp_path, lost))
+    check_training(found)
+    survivors = 3 - len(lost)
+    assert len(found) >= survivors
+    assert {item.process for item in found[:survivors]} <= set(started(tmp_path)[:3])
+
+
+def test_a_job_waits_for_a_new_process_when_the_first_one_dies_at_once(tmp_path: Path) -> None:
+    found = executor(3, 3).run(lambda: train(tmp_path, [1], dies_early=True))
+    check_training(found)
+    processes = started(tmp_path)
+    assert len(processes) == 5  # of which one was lost in a step, and one before init()
+    assert [item.process in processes[:3] for item in found] == [True, True, False]
+
+
+def check_training(found: list[Found]) -> None:
+    assert [(item.rank, item.size) for item in found] == [(i, len(found)) for i in range(len(found))]
+    assert all(item.seen == [EPOCHS] * ROWS for item in found)
+    assert all(item.weights == [EPOCHS * sum(range(ROWS))] * 3 for item in found)
+
+
+class Hosts:
+    """A discovery that lists one node, until it is asked for both."""
+
+    def __init__(self) -> None:
+        self.first, self.second = (node["NodeID"] for node in ray.nodes())
+        self.grows = False
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return {self.first: 2, **({self.second: 1} if self.grows else {})}
+
+
+def grow(folder: Path) -> Found:
+    """Make steps until there are three ranks."""
+    note(folder)
+    hvd.init()
+    state = hvd.elastic.ArrayState(total=np.zeros(2), steps=0)
+    deadline = time.monotonic() + BUSY_S
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        while state.steps < 5 or hvd.size() < 3:
+            assert time.monotonic() < deadline
+            ray_logger.log({"step": state.steps, "size": hvd.size()})
+            state.total += hvd.allreduce(np.ones(2), op=hvd.Average, name="ones")
+            state.steps += 1
+            time.sleep(0.02)
+            state.commit()
+
+    loop(state)
+    return Found(os.getpid(), hvd.rank(), hvd.size(), [float(state.steps)] * 2, state.total.tolist())
+
+
+def test_a_process_joins_on_a_new_node_and_gets_the_state(tmp_path: Path) -> None:
+    hosts, logged = Hosts(), []
+
+    def take(values: dict[str, int]) -> None:
+        logged.append(values)
+        hosts.grows = values["step"] >= 2
+
+    settings = ElasticRayExecutor.create_settings(2, 3, timeout_s=BUSY_S, discovery=hosts)
+    made = ElasticRayExecutor(settings, override_discovery=False)
+    made.start()
+    found = made.run(lambda: grow(tmp_path), callbacks=[take])
+    assert [item.size for item in found] == [3, 3, 3]
+    assert [item.process in started(tmp_path)[:2] for item in found] == [True, True, False]
+    assert len({tuple(item.seen) for item in found}) == 1
+    assert all(item.weights == item.seen for item in found), "a step for each that was counted"
+    sizes = [values["size"] for values in logged]
+    assert sizes == sorted(sizes)
+    assert {2} <= set(sizes) <= {2, 3}
+    assert [values["step"] for values in logged] == list(range(len(logged)))
+
+
+class Model:
+    def __init__(self, start: int, factor: int) -> None:
+        self.value = start * factor
+
+
+def test_an_elastic_ray_executor_makes_objects_and_each_local_rank_is_its_own_gpu() -> None:
+    settings = RayExecutor.create_settings(timeout_s=BUSY_S)
+    made = RayExecutor(settings, min_workers=2, max_workers=2, use_gpu=True)
+    with pytest.raises(RuntimeError, match=r"RayExecutor\.run\(\): call start\(\) first"):
+        made.run(lambda: 1)
+    made.start(Model, [6], {"factor": 7}, extra_env_vars={"MINE": "here"})
+
+    def look(model: Model) -> tuple[Any, ...]:
+        hvd.init()
+        own = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        is_own = [visible[hvd.local_rank()]] == own
+        total = hvd.allreduce(np.full(1, float(own[0])), op=hvd.Sum).tolist()
+        return model.value, os.environ["MINE"], sorted(visible), is_own, total
+
+    assert made.execute(look) == [(42, "here", ["0", "1"], True, [1.0])] * 2
+    for name in ("run_remote", "execute_single"):
+        with pytest.raises(NotImplementedError, match=rf"RayExecutor\.{name}\(\): not with min_workers"):
+            getattr(made, name)(look)
+    assert made.run(lambda value: value, [3]) == [3, 3], "a second job"
+
+
+@pytest.mark.parametrize("own", [("2",), ("GPU-b",)])
+@pytest.mark.parametrize("local_rank", [0, 1, 3])
+def test_own_gpus_are_at_the_place_of_the_local_rank(own: tuple[str, ...], local_rank: int) -> None:
+    visible = visible_gpus(own, 4, local_rank)
+    if own == ("2",):
+        assert visible[local_rank] == "2"
+        assert sorted(visible) == ["0", "1", "2", "3"]
+    else:
+        assert visible == ["GPU-b"]
+
+
+class MineError(Exception):
+    pass
+
+
+def fail(folder: Path, error: BaseException) -> None:
+    note(folder)
+    hvd.init()
+    state = hvd.elastic.ArrayState(total=np.zeros(2))
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        if hvd.rank() == 1:
+            raise error
+        hvd.allreduce(state.total)
+
+    loop(state)
+
+
+def test_an_exception_of_a_rank_ends_the_job(tmp_path: Path) -> None:
+    with pytest.raises(MineError, match=r"^a bad row$") as caught:
+        executor(2, 2).run(lambda: fail(tmp_path, MineError("a bad row")))
+    assert "in fail" in str(caught.value.__cause__)
+    assert "process 1 on " in str(caught.value.__cause__)
+    wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_calls_exit_ends_the_job(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^process 1 on \w+ has failed:\nsys\.exit\(4\)$"):
+        executor(2, 2).run(lambda: fail(tmp_path, SystemExit(4)))
+
+
+BROKEN = """
+import sys, ray
+from polyhvd.ray import ElasticRayExecutor
+
+ray.init(address=sys.argv[1], log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": sys.argv[2]}})
+executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(1, 1, timeout_s=60))
+executor.start()
+executor.run(lambda: 1)
+"""
+
+
+def test_nodes_on_which_polyhvd_cannot_be_imported_end_the_job_at_once(cluster: str, tmp_path: Path) -> None:
+    (tmp_path / "polyhvd").mkdir()
+    (tmp_path / "polyhvd" / "__init__.py").write_text("raise ImportError('not this one')")
+    words = [sys.executable, "-c", BROKEN, cluster, str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=BUSY_S)
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: process 0 on ")
+    assert "was not started: " in last
+    assert "not this one" in last
+
+
+@pytest.mark.nightly
+def test_a_job_that_changes_too_often_ends(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the world has changed 1 times, and reset_limit is 0"):
+        executor(1, 2, reset_limit=0).run(lambda: train(tmp_path, [1]))
+    wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
+
+
+def test_shutdown_in_another_thread_ends_the_job(tmp_path: Path) -> None:
+    made = executor(2, 2)
+
+    def hang() -> None:
+        note(tmp_path)
+        hvd.init()
+        time.sleep(600)
+
+    def shut_down() -> None:
+        wait_until(lambda: len(started(tmp_path)) == 2, BUSY_S)
+        made.shutdown()
+
+    thread = threading.Thread(target=shut_down)
+    thread.start()
+    with pytest.raises(RuntimeError, match=r"shutdown\(\) has been called"):
+        made.run(hang)
+    thread.join()
+    wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
+
+
+DRIVER = """
+import os, pathlib, sys, time, ray
+from polyhvd.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
+from polyhvd.ray.worker import visible_gpus
+
+def work(folder):
+    import polyhvd.numpy as hvd
+    hvd.init()
+    open(os.path.join(folder, f"0-{os.getpid()}"), "w").close()
+    if hvd.rank() == 0:
+        time.sleep(600)
+    hvd.barrier()
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(2, 2, timeout_s=60))
+executor.start()
+executor.run(lambda folder=sys.argv[2]: work(folder))
+"""
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)], ids=["kill", "int"]
+)
+def test_processes_end_when_their_driver_is_killed_or_interrupted(
+    number: signal.Signals, cluster: str, tmp_path: Path
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", DRIVER, cluster, str(tmp_path)]) as driver:
+        try:
+            wait_until(lambda: len(started(tmp_path)) == 2, BUSY_S)
+            driver.send_signal(number)
+            wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
+        finally:
+            driver.kill()
+
+
+def test_too_little_room_is_an_error_with_what_there_is() -> None:
+    settings = ElasticRayExecutor.create_settings(13, elastic_timeout=1)
+    with pytest.raises(TimeoutError, match=r"room for 12 ranks with .* each, fewer than min_workers=13"):
+        ElasticRayExecutor(settings).start()
+    with pytest.raises(RuntimeError, match=r"call start\(\) first"):
+        ElasticRayExecutor(settings).run(lambda: 1)
+
+
+def test_discovery_counts_ranks_by_node() -> None:
+    found = RayHostDiscovery(cpus_per_worker=2).find_available_hosts_and_slots()
+    assert found == {node["NodeID"]: 3 for node in ray.nodes()}
+    assert list(RayHostDiscovery(cpus_per_worker=0.1).find_available_hosts_and_slots().values()) == [60, 60]
+    assert list(RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots().values()) == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"min_workers": 2, "num_workers": 2}, "give one of them"),
+        ({"num_workers": 2, "max_workers": 3}, "needs min_workers"),
+        ({"min_workers": 3, "max_workers": 2}, "expected 1 <= min_workers <= max_workers"),
+        ({"min_workers": 1, "gpus_per_worker": 1}, "needs use_gpu=True"),
+        ({"min_workers": 1, "cooldown_range": (1,)}, "expected two numbers"),
+        ({"min_workers": 1, "override_discovery": False}, "settings.discovery is None"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RayExecutor(**arguments)
