@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from polyhvd.data.cache import Cache, token
 from polyhvd.data.columns import Column, NullsError, columns_of
 from polyhvd.data.counting import count
 from polyhvd.data.formats import SUFFIXES, Footer, ParquetFormat, TextFormat, format_by_suffix, format_of
@@ -57,6 +59,7 @@ class ParquetFiles:
         format: of :func:`polyhvd.data.formats.format_of`; None: by the names of the files.
         filesystem: of pyarrow.fs or fsspec; None: that of the source.
         read_attempts: how often a read is tried on a remote file system.
+        cache: of row groups that were read; None: there is none.
 
     Raises:
         ValueError: an argument cannot be used.
@@ -76,6 +79,7 @@ class ParquetFiles:
         format: Any = "parquet",
         filesystem: Any = None,
         read_attempts: int = 1,
+        cache: Cache | None = None,
     ) -> None:
         import pyarrow.dataset
 
@@ -89,6 +93,7 @@ class ParquetFiles:
         self.format = named or format_by_suffix([file for file, _ in found])
         self.skips = skips
         self._filter = filter
+        self._cache = cache
         read = in_threads(self._footer_of, [file for file, _ in found])
         found = [item for item, footer in zip(found, read, strict=True) if footer is not None]
         if not found:
@@ -104,6 +109,8 @@ class ParquetFiles:
         #: Of the selected columns.
         self.schema = self._selected(columns)
         self.columns = columns_of(self.schema, fill_null, decode, pad)
+        #: In keys of the cache, what else decides which rows a group has.
+        self._reading = token((type(self.format), vars(self.format), filter))
         #: Row groups that this process has read.
         self.groups_read = 0
         groups = in_threads(self._groups_of, range(len(self.files)))
@@ -282,6 +289,10 @@ class ParquetFiles:
         file = self.files[group.file]
 
         def read() -> Any:
+            key = self._key(group, stored)
+            if self._cache is not None and (table := self._cache.get(key)) is not None:
+                count(data_groups_cached=1)
+                return table
             try:
                 table = self._table(group, stored)
             except FileNotFoundError:
@@ -292,6 +303,8 @@ class ParquetFiles:
             self._require_unchanged(group.file)
             if table.num_rows != group.rows:
                 raise _changed(file)
+            if self._cache is not None and key == self._key(group, stored):
+                self._cache.put(key, table)
             return table
 
         try:
@@ -302,6 +315,23 @@ class ParquetFiles:
             if name in self._partitions:
                 table = table.append_column(name, pa.repeat(self._partitions[name][group.file], group.rows))
         return table
+
+    def _key(self, group: Group, names: list[str]) -> str:
+        """The key of columns of a row group in the cache.
+
+        It has the file's version of now, so that a file that was replaced is read, and the state when the
+        loader was made, so that this is then an error as it is without a cache.
+
+        Raises:
+            OSError: the file cannot be looked up.
+        """
+        if self._cache is None:
+            return ""
+        storage, path, _ = self.files[group.file]
+        types = [str(self._footers[group.file].schema.field(name)) for name in names]
+        file = (storage.identity, path, self._states[group.file], storage.version(path))
+        content = repr((file, group[1:], names, types, self._reading))
+        return hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()
 
     def _read_footer(self, file: StoredFile) -> tuple[Footer, Any]:
         """The footer of a file, and the file's state before it was read."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from polyhvd.data.cache import cache_of
 from polyhvd.data.columns import require_pyarrow
 from polyhvd.data.files import ParquetFiles
 from polyhvd.data.finishing import Finishing
@@ -82,6 +84,11 @@ class FileLoader(Loader):
             URI.
         read_attempts: how often a read of a remote file system is tried. The waits between attempts begin
             at 0.2 s and double up to 10 s.
+        cache: keeps the selected columns of row groups that were read, for later epochs and for all ranks and
+            jobs of this user on this host: "memory"; "disk", in the folder for temporary files; or a
+            ``pathlib.Path`` of a folder. Row groups of a file that was replaced are not used any more.
+        cache_bytes: how much it holds at most, in bytes, 1 GiB of memory or 16 GiB of disk if it is None.
+            What was not used for longest is dropped.
         placement: returns rank and size; None: those of the current world.
 
     Raises:
@@ -123,6 +130,8 @@ class FileLoader(Loader):
         prefetch_bytes: int = 32 * _MIB,
         filesystem: Any = None,
         read_attempts: int = 4,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
         placement: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         require_pyarrow(f"polyhvd.data.{type(self).__name__}")
@@ -144,6 +153,7 @@ class FileLoader(Loader):
             format=self._format if format is None else format,
             filesystem=filesystem,
             read_attempts=at_least(1, "read_attempts", read_attempts),
+            cache=cache_of(cache, cache_bytes),
         )
         sizes = np.asarray([group.rows for group in self._files.groups], np.int64)
         self._row_bytes = self._files.row_bytes() + 8  # and the number of the row
@@ -291,8 +301,9 @@ class ParquetLoader(FileLoader):
 
             ``format``, ``columns``, ``batch_size``, ``global_batch_size``, ``shuffle``, ``seed``, ``last``,
             ``filter``, ``fill_null``, ``decode``, ``pad``, ``transform``, ``on_error``, ``streams``,
-            ``shuffle_bytes``, ``prefetch_bytes``, ``filesystem``, ``read_attempts`` and ``placement`` are
-            those of :class:`FileLoader`, where ``format`` is "parquet" if it is None.
+            ``shuffle_bytes``, ``prefetch_bytes``, ``filesystem``, ``read_attempts``, ``cache``,
+            ``cache_bytes`` and ``placement`` are those of :class:`FileLoader`, where ``format`` is "parquet"
+            if it is None.
 
     Raises:
         ModuleNotFoundError, ValueError, DataError: as :class:`FileLoader` does.

@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
+from polyhvd.data.cache import token
 from polyhvd.errors import DataError
 
 __all__ = ["Source", "Storage", "StoredFile", "in_threads", "listed", "storage_of"]
@@ -123,6 +125,29 @@ class Storage:
             self._fsspec.invalidate_cache(path)
             return self._fsspec.ukey(path)
         return self._state(self.arrow.get_file_info(path))
+
+    def version(self, path: str) -> Any:
+        """What is different for each content that a file has had, as far as the file system shows it.
+
+        Raises:
+            OSError: there is no such file, or it cannot be looked up.
+        """
+        if not self.is_remote:
+            found = os.stat(path)
+            return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        if self._fsspec is None:
+            with self.arrow.open_input_file(path) as file:
+                if etag := (file.metadata() or {}).get("ETag"):
+                    return file.size(), etag
+        return self.state(path)
+
+    @cached_property
+    def identity(self) -> str:
+        """A text that two file systems have only if a path means the same file in both."""
+        if self._fsspec is not None:
+            options = (self._fsspec.storage_args, self._fsspec.storage_options)
+            return token((type(self._fsspec), options))
+        return token(self.arrow)
 
     def state_of(self, info: Any) -> Any:
         """The same, of a ``pyarrow.fs.FileInfo``; None: it does not have it."""

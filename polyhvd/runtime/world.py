@@ -29,7 +29,7 @@ __all__ = ["DATA_COUNTERS", "Member", "World"]
 #: What loaders count: batches and rows that the program was given, row groups and bytes that were read, and
 #: what was left out since it cannot be read.
 DATA_COUNTERS = (
-    *("data_batches", "data_rows", "data_groups", "data_bytes"),
+    *("data_batches", "data_rows", "data_groups", "data_groups_cached", "data_bytes"),
     *("data_rows_skipped", "data_files_skipped"),
 )
 

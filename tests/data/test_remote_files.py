@@ -227,6 +227,24 @@ def test_file_that_vanishes_is_an_error_without_another_attempt(
 
 
 @pytest.mark.parametrize("system", ["s3", "memory"])
+def test_file_that_is_replaced_is_not_taken_from_the_cache(
+    server: S3Server, bucket: str, system: str, tmp_path: Path
+) -> None:
+    """Within a second, too, to which S3 rounds times; its files then differ by their ETag."""
+    filesystem = server.filesystem() if system == "s3" else fsspec.filesystem("memory")
+    options = {"filesystem": filesystem, "columns": ["x"], "cache": tmp_path}
+    for number in range(4):
+        x = np.arange(12) + 100 * number
+        write_parquet({"x": x}, f"{bucket}/0.parquet", rows_per_group=4, filesystem=filesystem)
+        for _ in range(2):
+            assert x_of(loader_of(f"{bucket}/0.parquet", **options)) == x.tolist()
+    server.requests.clear()
+    loader = loader_of(f"{bucket}/0.parquet", **options)
+    assert x_of(loader) == x.tolist()
+    assert all(method == "HEAD" for method, _ in server.requests[-3:]), "only for the ETag"
+
+
+@pytest.mark.parametrize("system", ["s3", "memory"])
 def test_file_that_is_replaced_between_epochs_is_an_error(server: S3Server, bucket: str, system: str) -> None:
     filesystem = server.filesystem() if system == "s3" else fsspec.filesystem("memory")
     folder = written(filesystem, f"{bucket}/train", files=1)
