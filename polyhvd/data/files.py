@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,8 @@ from polyhvd.errors import DataError
 
 __all__ = ["Group", "ParquetFiles"]
 
+#: Held while row groups are counted, which several threads read.
+_counting = threading.Lock()
 _OBJECT_BYTES = 64  # of a short string in an array of objects, besides its characters
 
 #: Values of partitions that are numbers.
@@ -131,10 +134,13 @@ class ParquetFiles:
     def read(self, group: Group) -> list[npt.NDArray[Any]]:
         """The selected rows of a row group: an array for each column.
 
+        Several threads may call it.
+
         Raises:
             DataError: they cannot be read; the error names file, row group and column.
         """
-        self.groups_read += 1
+        with _counting:
+            self.groups_read += 1
         table = self._read_columns(group, self.schema.names)
         count(data_groups=1, data_bytes=table.nbytes)
         return [self._decoded(group, column, table) for column in self.columns]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ from polyhvd.data.columns import require_pyarrow
 from polyhvd.data.files import ParquetFiles
 from polyhvd.data.finishing import Finishing
 from polyhvd.data.loader import Batch, Loader
-from polyhvd.data.order import Indices, Order, Run, Section, Step, at_least
+from polyhvd.data.order import Indices, Order, Section, Step, at_least
 from polyhvd.data.position import Place
 from polyhvd.data.prefetch import Prefetch
+from polyhvd.data.read_ahead import ReadAhead
 from polyhvd.data.skips import Skips
 from polyhvd.data.storage import Source
 from polyhvd.errors import NotInitializedError
@@ -30,6 +32,9 @@ _GROUPS_OF_STREAM = 10
 _STREAMS_OF_FEW_GROUPS = 4
 _STREAMS_OF_LARGE_GROUPS = 8
 _MIB = 1 << 20
+#: Threads that read row groups ahead. Those of a remote file system wait for it most of the time.
+_READERS_REMOTE, _READERS_LOCAL = 16, 2
+_PLANNED_MAX = 1000  # parts of steps whose rows are not read yet; small, and made faster than read
 
 
 class FileLoader(Loader):
@@ -79,7 +84,8 @@ class FileLoader(Loader):
             is read twice, up to 64. If rows are not shuffled it is 1, which keeps their order, but has every
             rank read all row groups.
         shuffle_bytes: memory for the rows that all ranks together hold to shuffle them.
-        prefetch_bytes: how many bytes of batches the thread is ahead at most.
+        prefetch_bytes: how many bytes of batches the thread is ahead at most; and as many of row groups that
+            are read before they are needed, of a remote file system up to 16 at the same time.
         filesystem: of ``pyarrow.fs`` or fsspec, which ``source`` is in; None: the local one, or that of the
             URI.
         read_attempts: how often a read of a remote file system is tried. The waits between attempts begin
@@ -266,7 +272,7 @@ class FileLoader(Loader):
         expected = _Expected(self._order, self._epoch, step.cursor, place)
         if self._ahead is None or self._ahead[0] != expected or not self._ahead[1].is_usable:
             self._end(wait=True)  # or two threads would call ``transform`` at the same time
-            shard = _Shard(self._files, self._order, self._epoch)
+            shard = _Shard(self._files, self._order, self._epoch, self._row_bytes, self._prefetch_bytes)
             steps = shard.steps(step.cursor, self._rows(place), place, self._last)
             batches = _batches(steps, self._files, self._transform, self._row_bytes)
             self._ahead = (expected, Prefetch(batches, self._prefetch_bytes))
@@ -354,58 +360,124 @@ def _batches(
         yield size, Batch(loaded, indices, weight)
 
 
+class _Opened(NamedTuple):
+    """A window that is loaded when a stream's rows come to it, in place of the stream's former one."""
+
+    stream: int
+    sections: list[Section]
+    places: Indices | None
+
+
+class _Taken(NamedTuple):
+    """Rows of a step, as streams and rows of their windows."""
+
+    pieces: list[tuple[int, slice]]
+    weight: float | None  # of the step, which ends with these rows; None: more follow
+
+
 class _Shard:
     """The rows that a rank reads in an epoch: of each of its streams the window that is being used.
 
-    It belongs to one thread.
+    Steps are planned before their rows are read, so that row groups of later steps are read at the same time.
+    It belongs to one thread, which starts others to read.
+
+    Args:
+        files: with the row groups.
+        order: of their rows.
+        epoch: its number.
+        row_bytes: of a row in memory.
+        ahead_bytes: of row groups that are read before they are needed.
     """
 
-    def __init__(self, files: ParquetFiles, order: Order, epoch: int) -> None:
+    def __init__(
+        self, files: ParquetFiles, order: Order, epoch: int, row_bytes: float, ahead_bytes: int
+    ) -> None:
         self._files = files
         self._order = order
         self._epoch = epoch
+        self._row_bytes = row_bytes
+        self._ahead_bytes = ahead_bytes
         sizes = np.asarray([group.rows for group in files.groups], np.int64)
         self._offsets = np.cumsum(sizes) - sizes
-        self._windows: dict[int, tuple[int, int, _Arrays]] = {}
+        self._windows: dict[int, _Arrays] = {}
         #: Of each stream the last row group of its window, if more of its rows follow.
         self._kept: dict[int, tuple[int, _Arrays]] = {}
+        self._planned: deque[_Opened | _Taken] = deque()
 
     def steps(self, cursor: int, rows: int, place: Place, last: str) -> Iterator[tuple[_Arrays, float]]:
         """The arrays and the weight of a rank's rows in each step from a position on."""
+        is_remote = any(file.storage.is_remote for file in self._files.files)
+        pieces: list[_Arrays] = []
+        with ReadAhead(
+            self._groups(self._plan(cursor, rows, place, last)),
+            size=lambda group: int(self._files.groups[group].rows * self._row_bytes),
+            read=self._read,
+            bytes_max=self._ahead_bytes,
+            threads=_READERS_REMOTE if is_remote else _READERS_LOCAL,
+        ) as ahead:
+            while True:
+                if not self._planned:
+                    ahead.begin()
+                    if not self._planned:
+                        return
+                planned = self._planned.popleft()
+                if isinstance(planned, _Opened):
+                    self._windows.pop(planned.stream, None)  # its memory is free while the next one is read
+                    self._windows[planned.stream] = self._mixed(planned, ahead)
+                    continue
+                for stream, taken in planned.pieces:
+                    pieces.append([array[taken] for array in self._windows[stream]])
+                if planned.weight is not None:
+                    yield [np.concatenate(parts) for parts in zip(*pieces, strict=True)], planned.weight
+                    pieces = []
+
+    def _plan(self, cursor: int, rows: int, place: Place, last: str) -> Iterator[_Opened | _Taken]:
+        """Which windows are loaded and which of their rows are taken, in order."""
+        bounds: dict[int, tuple[int, int]] = {}
         while (step := self._order.step(cursor, rows, place.size, last)) is not None:
             runs, weight = self._order.dealt(step, place.rank)
-            yield self._take(runs), weight
+            pieces: list[tuple[int, slice]] = []
+            for stream, first, length in runs:
+                while length:
+                    begin, end = bounds.get(stream, (0, 0))
+                    if not begin <= first < end:
+                        if pieces and pieces[-1][0] == stream:  # it is in the window that is replaced
+                            yield _Taken(pieces, None)
+                            pieces = []
+                        begin, end, sections, places = self._order.window_at(self._epoch, stream, first)
+                        bounds[stream] = (begin, end)
+                        yield _Opened(stream, sections, places)
+                    taken = min(length, end - first)
+                    pieces.append((stream, slice(first - begin, first - begin + taken)))
+                    first, length = first + taken, length - taken
+            yield _Taken(pieces, weight)
             cursor = step.after
 
-    def _take(self, runs: list[Run]) -> _Arrays:
-        pieces = []
-        for stream, first, length in runs:
-            while length:
-                begin, end, arrays = self._window(stream, first)
-                rows = slice(first - begin, min(first + length, end) - begin)
-                pieces.append([array[rows] for array in arrays])
-                taken = rows.stop - rows.start
-                first, length = first + taken, length - taken
-        return [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
+    def _groups(self, plan: Iterator[_Opened | _Taken]) -> Iterator[int | None]:
+        """The row groups to read, in order, of what is put in line; None: the line is long enough."""
+        kept: dict[int, int] = {}
+        for planned in plan:
+            while len(self._planned) >= _PLANNED_MAX:
+                yield None
+            self._planned.append(planned)
+            if isinstance(planned, _Opened):
+                known = kept.pop(planned.stream, None)
+                group, first, rows = planned.sections[-1]
+                if first + rows < self._files.groups[group].rows:
+                    kept[planned.stream] = group
+                for number, section in enumerate(planned.sections):
+                    if number or section.group != known:
+                        yield section.group
 
-    def _window(self, stream: int, row: int) -> tuple[int, int, _Arrays]:
-        held = self._windows.get(stream)
-        if held is None or not held[0] <= row < held[1]:
-            self._windows.pop(stream, None)
-            del held  # its memory is free while the next one is read
-            begin, end, sections, places = self._order.window_at(self._epoch, stream, row)
-            held = (begin, end, self._mixed(stream, sections, places))
-            self._windows[stream] = held
-        return held
-
-    def _mixed(self, stream: int, sections: list[Section], places: Indices | None) -> _Arrays:
+    def _mixed(self, opened: _Opened, ahead: ReadAhead[_Arrays]) -> _Arrays:
         """The rows of sections, each in its place."""
+        stream, sections, places = opened
         total = sum(section.rows for section in sections)
         known = self._kept.pop(stream, None)
         mixed: _Arrays = []
         done = 0
         for group, first, rows in sections:
-            arrays = known[1] if known is not None and known[0] == group else self._read(group)
+            arrays = known[1] if known is not None and known[0] == group else ahead.next()
             known = None
             if done + rows == total and first + rows < len(arrays[-1]):
                 self._kept[stream] = (group, arrays)

@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Generic, TypeVar
 
 __all__ = ["Prefetch"]
@@ -102,6 +102,8 @@ class Prefetch(Generic[T]):
         except BaseException as error:
             self._error = error
         finally:
+            if isinstance(self._items, Generator):
+                self._items.close()
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()

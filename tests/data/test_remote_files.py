@@ -174,6 +174,16 @@ def test_folders_and_footers_are_read_by_64_threads(tmp_path: Path) -> None:
     assert len(loader._files.files) == 64
 
 
+def test_row_groups_of_a_remote_file_system_are_read_by_16_threads(tmp_path: Path) -> None:
+    for number in range(64):
+        write_parquet({"x": [number]}, tmp_path / f"{number}.parquet")
+    handler = Gathering(1)
+    loader = loader_of(str(tmp_path), filesystem=fs.PyFileSystem(handler))
+    expected = [batch["x"].tolist() for batch in loader_of(tmp_path)]
+    handler.meeting = Barrier(16)
+    assert [batch["x"].tolist() for batch in loader] == expected
+
+
 # Faults
 
 
@@ -186,7 +196,7 @@ def test_read_that_fails_is_repeated_and_logged(
     options = {"request_timeout": 0.5} if fault == "slow" else {}
     filesystem = server.filesystem(**options)
     with caplog.at_level(logging.WARNING, "polyhvd"):
-        loader = loader_of(folder, filesystem=filesystem)
+        loader = loader_of(folder, filesystem=filesystem, prefetch_bytes=0)  # one group after the other
         assert "attempt 1 of 4 failed: " in polyhvd_texts(caplog)[0]
         server.fault = reads(fault, fault, fault)
         assert x_of(loader) == list(range(24))
@@ -201,7 +211,7 @@ def test_read_that_fails_in_all_attempts_is_an_error_that_names_the_file(
     server: S3Server, bucket: str
 ) -> None:
     folder = written(server.filesystem(), f"{bucket}/train", files=1)
-    loader = loader_of(folder, filesystem=server.filesystem(), read_attempts=3)
+    loader = loader_of(folder, filesystem=server.filesystem(), read_attempts=3, prefetch_bytes=0)
     server.fault = reads(*["503"] * 3)
     place = rf"s3://{bucket}/train/0.parquet: row group \d, column 'x', 'y' cannot be read: .*"
     with pytest.raises(DataError, match=place + "raise read_attempts="):
