@@ -31,6 +31,9 @@ SETTINGS = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",  # as pools have it, which share the servers
     "PYTHONFAULTHANDLER": "1",
+    # PyTorch's compiler would compile all of its headers once, and a program for each kind of vector unit.
+    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",
 }
 
 _IMPORT_S = 180.0
