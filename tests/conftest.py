@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -72,6 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped = _other_sizes(items)
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is here by now from the garbage collector: some fixtures collect after every test."""
+    gc.collect()
+    gc.freeze()
 
 
 def _other_sizes(items: list[pytest.Item]) -> set[pytest.Item]:
