@@ -12,6 +12,8 @@ from torch import nn
 
 from polyhvd import parity
 
+pytestmark = pytest.mark.ranks(2, framework="torch")  # all run on ranks, so pytest does not import PyTorch
+
 
 def convolutional(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
