@@ -193,7 +193,7 @@ class ElasticJob:
         """All meet at the driver."""
         return self.rendezvous.endpoint
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Print a line to standard error."""
         print(f"polyhvd: {_renamed(text)}", file=sys.stderr, flush=True)
 
@@ -311,7 +311,7 @@ class ElasticJob:
         if status:
             raise RuntimeError(f"the elastic job has failed: {self._reason}")
         if text := driver.summary(failed=False):
-            self.say(text)
+            self.report(text)
         last = max(self._results, default=0)
         found = self._results.get(last, {})
         if missing := [rank for rank in range(self._sizes.get(last, 1)) if rank not in found]:

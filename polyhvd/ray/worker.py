@@ -176,10 +176,10 @@ def _progress() -> bytes:
 
 def _last_place(number: int) -> tuple[int, int, int]:
     member = process.find()
-    if member is None or number not in member.seat.answer.members:
+    if member is None or number not in member.seat.reply.members:
         return 0, number, 1
-    answer = member.seat.answer
-    return answer.generation, answer.members.index(number), len(answer.members)
+    reply = member.seat.reply
+    return reply.generation, reply.members.index(number), len(reply.members)
 
 
 def _pickled(error: BaseException) -> bytes:
