@@ -172,32 +172,43 @@ class _Table:
 
 @dataclass(frozen=True)
 class Launched(_Table):
-    """What polyhvdrun tells each of its ranks. Under other launchers only defaults are left of it."""
+    """Variables that polyhvdrun sets for each rank. Under other launchers these have their defaults."""
 
     rank: int = _row("RANK", _count, 0, "World rank of this process; set by the launcher.")
     size: int = _row("SIZE", _count, 1, "Number of ranks; set by the launcher.")
-    local_rank: int = _row("LOCAL_RANK", _count, 0, "Rank among those of this host.")
+    local_rank: int = _row("LOCAL_RANK", _count, 0, "Rank of this process among the ranks on this host.")
     local_size: int = _row("LOCAL_SIZE", _count, 1, "Number of ranks on this host.")
-    cross_rank: int = _row("CROSS_RANK", _count, 0, "Position of this host among those with this local rank.")
+    cross_rank: int = _row(
+        "CROSS_RANK", _count, 0, "Position of this host among the hosts that have this local rank."
+    )
     cross_size: int = _row("CROSS_SIZE", _count, 1, "Number of hosts that have this local rank.")
     host_id: str = _row(
-        "HOST_ID", str, "0", "The host as the launcher numbers it. Ranks with equal ids share memory."
+        "HOST_ID",
+        str,
+        "0",
+        "Number of this host, set by the launcher. Ranks with the same value share memory.",
     )
     rendezvous: str = _row("RENDEZVOUS", str, "", "host:port of the launcher's rendezvous; empty: one rank.")
-    secret: str = _row("SECRET", str, "", "The job's secret in hexadecimal; polyhvdrun makes it.")
-    secret_file: str = _row("SECRET_FILE", str, "", "A file that holds the secret instead.")
-    restart_count: int = _row(
-        "RESTART_COUNT", _count, 0, "How often polyhvdrun --max-restarts has started the job again."
+    secret: str = _row("SECRET", str, "", "The job's secret in hexadecimal, created by polyhvdrun.")
+    secret_file: str = _row("SECRET_FILE", str, "", "File that contains the secret instead.")
+    restart_count: int = _row("RESTART_COUNT", _count, 0, "Number of restarts by polyhvdrun --max-restarts.")
+    member: int | None = _row(
+        "MEMBER", _count, None, "Number of this process in an elastic job; set by the launcher."
     )
-    member: int | None = _row("MEMBER", _count, None, "Which process of an elastic job; set by the launcher.")
     launcher_timeout_s: float = _row(
-        "LAUNCHER_TIMEOUT_S", _number, 0.0, "Seconds after which a silent launcher is given up; set by it."
+        "LAUNCHER_TIMEOUT_S",
+        _number,
+        0.0,
+        "Seconds without a heartbeat after which the launcher is lost; set by it.",
     )
     parent: str = _row(
         "PARENT", str, "", "Process and job of the rank that has started this process; set by init()."
     )
     report: str = _row(
-        "REPORT", str, "", "Number and inode of a pipe on which a rank tells what others have caused."
+        "REPORT",
+        str,
+        "",
+        "Descriptor and inode of a pipe on which a rank reports failures that other ranks have caused.",
     )
 
     @property
@@ -208,109 +219,118 @@ class Launched(_Table):
 
 @dataclass(frozen=True)
 class Settings(_Table):
-    """How this process works, whichever its rank: read at ``init()``, and handed on unchanged."""
+    """Settings of this process that do not depend on its rank. They are read in ``init()``."""
 
-    interface: str = _row("GLOO_IFACE", str, "", "Network interface or address to listen on; empty: chosen.")
+    interface: str = _row(
+        "GLOO_IFACE", str, "", "Network interface or address to listen on; empty: chosen automatically."
+    )
     alone: bool = _row(
         "ALONE",
         _switch,
         False,
-        "1: a world of one rank on purpose, in a process that another launcher (torchrun, srun, ...) has "
-        "started as one of several, or that a rank has started; without it init() joins the others there, or "
-        "raises. polyhvdrun does not pass it on to ranks.",
+        "1: init() makes a world of one rank, in a process that another launcher (torchrun, srun, ...) or a "
+        "rank has started. Otherwise init() connects to the other processes of that launcher, or raises. "
+        "polyhvdrun does not pass it to ranks.",
     )
     trust_network: bool = _row(
         "TRUST_NETWORK",
         _switch,
         False,
-        "1: ranks on several hosts that another launcher has started meet without a secret. Whoever reaches "
-        "their ports can then join the job, and have them run code.",
+        "1: ranks that another launcher has started on several hosts connect without a secret. Anyone who "
+        "can reach their ports can then join the job and run code in it.",
     )
     shared_dir: str = _row(
         "SHARED_DIR",
         str,
         "",
-        "Folder that all hosts see, in which ranks that srun has started find each other, and the job's "
-        "secret; empty: ~/.polyhvd.",
+        "Folder on a file system that all hosts share, in which ranks that srun has started find each other "
+        "and the job's secret; empty: ~/.polyhvd.",
     )
     start_timeout_s: float = _row("START_TIMEOUT", _number, 30.0, "Seconds to wait for all ranks at init().")
     heartbeat_timeout_s: float = _row(
         "HEARTBEAT_TIMEOUT_S",
         _number,
         30.0,
-        "Seconds of silence after which polyhvdrun and its agents on the hosts give each other up, and end "
-        "the ranks; 0: never. Of an elastic job 4, unless it is set.",
+        "Seconds without a heartbeat after which polyhvdrun and its agents on the hosts consider each other "
+        "lost and end the ranks; 0: never. The default in elastic jobs is 4.",
     )
-    shared_memory: bool = _row("SHARED_MEMORY", _switch, True, "0: ranks of one host use TCP as well.")
+    shared_memory: bool = _row("SHARED_MEMORY", _switch, True, "0: ranks on the same host use TCP, too.")
     backends: tuple[str, ...] = _row(
         "BACKENDS",
         _backends,
         (_NCCL_IF_FOUND, "host"),
-        "Backends of operations, first choice first: `mpi`, `host` on CPUs, `nccl` on GPUs; the same on "
-        "every rank. `mpi:allreduce+broadcast` is one for these operations alone. What MPI cannot do runs on "
-        "`host`. `nccl?`, which is meant unless `nccl` or `host` is named: where it is found, else tensors "
-        "pass through memory of the host; with `nccl` that is an error. GLOO and CCL stand for `host` on "
-        "CPUs.",
+        "Backends in order of preference: `mpi`, `host` on CPUs, `nccl` on GPUs; the same on every rank. "
+        "`mpi:allreduce+broadcast` uses MPI only for these operations. Operations that MPI does not support "
+        "run on `host`. `nccl?`, the default unless `nccl` or `host` is listed, uses NCCL if it is found, "
+        "and otherwise copies tensors through host memory; with `nccl`, a missing NCCL is an error. GLOO and "
+        "CCL mean `host` on CPUs.",
         other_name="CPU_OPERATIONS",
     )
     controller: str = _row(
         "CONTROLLER",
         _controller,
         "",
-        "How ranks meet: `mpi`, through MPI; `gloo`, never through MPI; empty: through MPI when its launcher "
-        "has started them.",
+        "How ranks connect: `mpi`: through MPI; `gloo`: never through MPI; empty: through MPI if its "
+        "launcher has started them.",
     )
     mpi_library: str = _row(
-        "MPI_LIBRARY", str, "", "MPI's library, as a path or file name; empty: found, see docs/mpi.md."
+        "MPI_LIBRARY",
+        str,
+        "",
+        "Path or file name of MPI's library; empty: found automatically, see docs/mpi.md.",
     )
     nccl_library: str = _row(
-        "NCCL_LIBRARY", str, "", "NCCL's library, as a path or file name; empty: found, see docs/gpu.md."
+        "NCCL_LIBRARY",
+        str,
+        "",
+        "Path or file name of NCCL's library; empty: found automatically, see docs/gpu.md.",
     )
     mpi_threads_disable: bool = _row(
         "MPI_THREADS_DISABLE",
         _switch,
         False,
-        "1: MPI is asked to serve one thread at a time; then no other thread may call it meanwhile.",
+        "1: initialize MPI for one thread at a time. Other threads must not call it at the same time.",
     )
     fusion_bytes_max: int = _row(
-        "FUSION_THRESHOLD", _count, 128 << 20, "Bytes of the operations that run as one at most."
+        "FUSION_THRESHOLD", _count, 128 << 20, "Maximum size of fused operations in bytes."
     )
     groups_apart: bool = _row(
-        "DISABLE_GROUP_FUSION", _switch, False, "1: a grouped operation is never fused with others."
+        "DISABLE_GROUP_FUSION", _switch, False, "1: never fuse a grouped operation with others."
     )
     cycle_time_ms: float = _row(
         "CYCLE_TIME",
         _number,
         1.0,
-        "Longest time, in milliseconds, that asynchronous work is gathered before the engine acts.",
+        "Maximum time in milliseconds for which the engine collects asynchronous operations before it starts "
+        "them.",
     )
     reproducible: bool = _row(
         "REPRODUCIBLE",
         _switch,
         False,
-        "1: sums do not depend on how ranks are spread over hosts either; the same on every rank.",
+        "1: make sums independent of the placement of ranks on hosts, too; the same on every rank.",
     )
     cma: str = _row(
         "CMA",
         _one_of(*_ATTACHING),
         "auto",
-        "Whether ranks of a host reduce in each other's memory (cross memory attach): auto: where that is "
-        "allowed and a quarter faster, as measured; 0: never, they hand tensors over in shared memory; 1: "
-        "wherever it is allowed.",
+        "Whether ranks on the same host access each other's memory (cross memory attach). auto: if it is "
+        "allowed and measured to be at least a quarter faster; 0: never, ranks exchange tensors in shared "
+        "memory; 1: if it is allowed.",
     )
     exact_gradients: bool = _row(
         "EXACT_GRADIENTS",
         _switch,
         False,
-        "1: gradients of allgather, broadcast and reducescatter are exact, those of the sum of all ranks' "
-        "losses; 0: scaled as Horovod's, see docs/migrating-from-horovod.md. The same on every rank.",
+        "1: gradients of allgather, broadcast and reducescatter are those of the sum of all ranks' losses; "
+        "0: they are scaled as in Horovod, see docs/migrating-from-horovod.md. The same on every rank.",
     )
     hierarchical_allreduce: bool = _row(
         "HIERARCHICAL_ALLREDUCE",
         _switch,
         False,
-        "1: tensors on GPUs are reduced by NCCL within hosts and by CPUs between them; the same on every "
-        "rank. On CPUs a host's ranks reduce first in any case.",
+        "1: reduce tensors on GPUs with NCCL within hosts and on CPUs between them; the same on every rank. "
+        "On CPUs, the ranks of a host always reduce first.",
     )
     check_drift: str = _row(
         "CHECK_DRIFT",
@@ -320,21 +340,23 @@ class Settings(_Table):
         "handlers and callbacks that average metrics at the end of each epoch: `warn`: one rank logs what "
         "differs; `error`: every rank raises; `off`: no comparison. The same on every rank.",
     )
-    cache_capacity: int = _row("CACHE_CAPACITY", _count, 1024, "Operations that are remembered by number.")
+    cache_capacity: int = _row(
+        "CACHE_CAPACITY", _count, 1024, "Maximum number of operations in the response cache."
+    )
     data_timeout_s: float = _row(
         "DATA_TIMEOUT_SECONDS",
         _number,
         300.0,
-        "Seconds that an agreed transfer may take.",
+        "Maximum time in seconds of a transfer that ranks have agreed on.",
         other_name="GLOO_TIMEOUT_SECONDS",
     )
     data_checksums: bool = _row(
         "DATA_CHECKSUMS",
         _switch,
         False,
-        "1: tensor bytes carry a checksum on TCP, for networks that garble them; the same on every rank.",
+        "1: add checksums to tensors that are sent by TCP, to detect corrupted data; the same on every rank.",
     )
-    stall_check_disable: bool = _row("STALL_CHECK_DISABLE", _switch, False, "1: no stall reports.")
+    stall_check_disable: bool = _row("STALL_CHECK_DISABLE", _switch, False, "1: turn off stall reports.")
     stall_warn_s: float = _row(
         "STALL_CHECK_TIME_SECONDS", _number, 60.0, "Seconds after which a waiting operation is reported."
     )
@@ -345,73 +367,74 @@ class Settings(_Table):
         "SHUTDOWN_DRAIN_SECONDS",
         _number,
         10.0,
-        "Seconds for which shutdown() and the end of the program let collectives finish that MXNet has been "
-        "given before; what is left then fails.",
+        "Seconds for which shutdown() and the end of the program wait for collectives in MXNet's queue. The "
+        "remaining ones fail.",
     )
     thread_affinity: tuple[int, ...] = _row(
         "THREAD_AFFINITY",
         _cores,
         (),
-        "Core of the engine's own thread, for each local rank, separated by commas; empty: any core.",
+        "CPU core of the engine's thread, for each local rank, separated by commas; empty: any core.",
     )
     log_level: str = _row(
         "LOG_LEVEL",
         _one_of(*_LOG_LEVELS),
         "warning",
-        f"What is logged at least: {', '.join(_LOG_LEVELS)}; in any case.",
+        f"Minimum log level: {', '.join(_LOG_LEVELS)}; in upper or lower case.",
     )
-    log_hide_time: bool = _row("LOG_HIDE_TIME", _switch, False, "1: log lines do not begin with the time.")
+    log_hide_time: bool = _row("LOG_HIDE_TIME", _switch, False, "1: omit the time from log lines.")
     timeline: str = _row(
         "TIMELINE",
         str,
         "",
-        "Write a timeline from init() on: the file of rank 0, beside which the others' lie; "
-        "DYNAMIC or empty: when start_timeline() is called.",
+        "Timeline file of rank 0, written from init() on; the other ranks write theirs to the same folder. "
+        "DYNAMIC or empty: start with start_timeline().",
     )
     timeline_mark_cycles: bool = _row(
         "TIMELINE_MARK_CYCLES", _switch, False, "1: mark in the timeline when the engine begins new work."
     )
     timeline_bytes_max: int = _row(
-        "TIMELINE_MAX_BYTES", _count, 256 << 20, "Bytes of a rank's timeline at most; the oldest are dropped."
+        "TIMELINE_MAX_BYTES",
+        _count,
+        256 << 20,
+        "Maximum size of a rank's timeline in bytes; the oldest entries are dropped.",
     )
     parity_log: str = _row(
-        "PARITY_LOG", str, "", "File to which parity.compare and parity.watch add a line of JSON each time."
+        "PARITY_LOG", str, "", "File to which each parity.compare and parity.watch appends a line of JSON."
     )
     autotune: bool = _row(
-        "AUTOTUNE", _switch, False, "1: try values for fusion, batching and chunks while the job runs."
+        "AUTOTUNE", _switch, False, "1: tune fusion, batching and chunk sizes while the job runs."
     )
     autotune_log: str = _row(
-        "AUTOTUNE_LOG", str, "", "CSV file for what was tried, written by rank 0; see `polyhvd autotune`."
+        "AUTOTUNE_LOG", str, "", "CSV file for the samples, written by rank 0; see `polyhvd autotune`."
     )
     autotune_cache: str = _row(
         "AUTOTUNE_CACHE",
         str,
         "",
-        "JSON file where rank 0 keeps what was found, for later jobs with the same steps and ranks.",
+        "JSON file to which rank 0 writes the best values, for later jobs with the same steps and ranks.",
     )
     autotune_warmup_samples: int = _row(
-        "AUTOTUNE_WARMUP_SAMPLES", _count, 3, "Samples at the beginning that are left out."
+        "AUTOTUNE_WARMUP_SAMPLES", _count, 3, "Number of first samples to ignore."
     )
-    autotune_steps_per_sample: int = _row(
-        "AUTOTUNE_STEPS_PER_SAMPLE", _positive, 10, "Steps over which the speed is measured."
-    )
+    autotune_steps_per_sample: int = _row("AUTOTUNE_STEPS_PER_SAMPLE", _positive, 10, "Steps in each sample.")
     autotune_samples_max: int = _row(
-        "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", _positive, 20, "Samples after which the best is chosen."
+        "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", _positive, 20, "Maximum number of samples."
     )
     autotune_noise: float = _row(
         "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
         _number,
         0.8,
-        "Noise of a sample: its variance, as a share of the variance of all.",
+        "Assumed noise of a sample: its variance as a fraction of the variance of all samples.",
     )
     flight_recorder: bool = _row(
-        "FLIGHT_RECORDER", _switch, True, "0: the last operations are not written to a file when a job fails."
+        "FLIGHT_RECORDER", _switch, True, "0: do not write the last operations to a file when a job fails."
     )
     flight_dir: str = _row(
         "FLIGHT_DIR",
         str,
         "",
-        "Folder of those files; empty: a private one in the system's for temporary files.",
+        "Folder for these files; empty: a private folder in the system's folder for temporary files.",
     )
 
     @property

@@ -30,44 +30,44 @@ OPPOSITES = {
 
 #: Options that are taken and do nothing: how many words follow each, and why.
 WITHOUT_EFFECT = {
-    "--disable-cache": (0, "Nothing is remembered between jobs, so there is nothing to turn off."),
-    "--num-nccl-streams": (1, "NCCL has one stream of its own."),
-    "--hierarchical-allgather": (0, "Always so."),
-    "--no-hierarchical-allgather": (0, "Hosts gather in shared memory first in any case."),
-    "--torus-allreduce": (0, "There is no such algorithm; NCCL chooses its own."),
-    "--no-torus-allreduce": (0, "There is no such algorithm."),
+    "--disable-cache": (0, "polyhvd caches nothing between jobs."),
+    "--num-nccl-streams": (1, "NCCL runs on one stream."),
+    "--hierarchical-allgather": (0, "Hosts always gather in shared memory first."),
+    "--no-hierarchical-allgather": (0, "Hosts always gather in shared memory first."),
+    "--torus-allreduce": (0, "Not implemented; NCCL chooses its algorithms."),
+    "--no-torus-allreduce": (0, "Not implemented."),
 }
 
 #: What differs from horovodrun in an option that works, by its first name.
 REMARKS = {
-    "-np": "Without it, every slot of the hosts.",
-    "-H": "A host that is named twice, with a number of slots, is an error.",
-    "-hostfile": "Also lines `host` and `host:N`. Lines without a number that repeat a host add up.",
-    "--slots-per-host": "Slots of hosts that `-H` or the file names without a number.",
-    "--network-interface": "Also a network (10.0.0.0/16) or an address, of IPv4 or IPv6.",
+    "-np": "Default: all slots of the hosts.",
+    "-H": "A host that is listed twice with a number of slots is an error.",
+    "-hostfile": "Also accepts lines `host` and `host:N`. Repeated lines of a host without a number add up.",
+    "--slots-per-host": "Slots of hosts that `-H` or the file lists without a number.",
+    "--network-interface": "Also accepts a network (10.0.0.0/16) or an IPv4 or IPv6 address.",
     "--start-timeout": "Or `HOROVOD_START_TIMEOUT`, or `POLYHVD_START_TIMEOUT`.",
-    "--config-file": "Needs PyYAML. Unknown keys are ignored, with a warning. Every option of the command "
-    "line comes before the file, not only those that stand after `--config-file`.",
-    "-v": "`-v` alone is `--version`, as in horovodrun; with a command it is `--verbose`.",
-    "-cb": "Says what was found on this host: nothing is chosen when polyhvd is built.",
+    "--config-file": "Needs PyYAML. Unknown keys are ignored, with a warning. All options of the command "
+    "line take precedence over the file, also those before `--config-file`.",
+    "-v": "Without a command, `-v` means `--version`, as in horovodrun.",
+    "-cb": "Prints what is available on this host. Nothing is chosen at build time.",
     "--output-filename": "A full disk does not end the job.",
     "-prefix-timestamp": "The time is in ISO 8601, with milliseconds.",
     "--mpi": "See [mpi.md](mpi.md).",
-    "--mpi-args": "With `--mpi`. Without it a line says that it has no effect.",
-    "--gloo": "It is what happens without `--mpi`. No Gloo is used.",
-    "--binding-args": "With `--mpi`. Without it ranks are not bound to cores, and a line says so.",
+    "--mpi-args": "Only with `--mpi`; otherwise a warning is printed.",
+    "--gloo": "The default. Gloo is not used.",
+    "--binding-args": "Only with `--mpi`; otherwise ranks are not bound, and a warning is printed.",
     "--jsrun": "See [launcher.md](launcher.md#lsf).",
-    "--hierarchical-allreduce": "For tensors on GPUs; on CPUs always so.",
-    "--timeline-filename": "A file for each rank.",
-    "--gloo-timeout-seconds": "The longest time of an agreed transfer.",
-    "--tcp": "Sets `NCCL_IB_DISABLE=1`, as in horovodrun. With `--mpi`, MPI's own transport is chosen in "
+    "--hierarchical-allreduce": "For tensors on GPUs. On CPUs, allreduce is always hierarchical.",
+    "--timeline-filename": "One file for each rank.",
+    "--gloo-timeout-seconds": "Maximum time of a transfer that ranks have agreed on.",
+    "--tcp": "Sets `NCCL_IB_DISABLE=1`, as in horovodrun. With `--mpi`, choose MPI's transport with "
     "`--mpi-args`.",
     "--min-np": "See [elastic.md](elastic.md).",
     "--max-np": "Default: the number of ranks, `-np`.",
-    "--reset-limit": "All changes of the world count, as in horovodrun.",
+    "--reset-limit": "Counts all changes of the world, as in horovodrun.",
     "--host-discovery-script": "Run every second. A line that begins with `#` is a comment.",
     "--elastic-timeout": "The job then ends with status 75: it can be run again.",
-    "--blacklist-cooldown-range": "A slot rests, not its host. Doubled with each failure in a row.",
+    "--blacklist-cooldown-range": "Applies to a slot, not to its host. Doubled with each consecutive failure.",
 }
 
 #: Options that horovodrun does not have, by their first name, and where they are known from.

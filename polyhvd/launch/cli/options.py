@@ -29,32 +29,52 @@ USAGE_STATUS = 2
 
 #: Options that set a variable of the ranks, under horovodrun's names; None: they take no value.
 SETTINGS: dict[str, tuple[str, str | None, str]] = {
-    "--fusion-threshold-mb": ("FUSION_THRESHOLD", "MB", "most MiB of the operations that run as one"),
-    "--cycle-time-ms": ("CYCLE_TIME", "MS", "longest batching window"),
-    "--cache-capacity": ("CACHE_CAPACITY", "N", "operations that are remembered by number"),
-    "--reproducible": ("REPRODUCIBLE", None, "sums do not depend on how ranks are spread over hosts"),
-    "--autotune": ("AUTOTUNE", None, "try values for fusion, batching and chunks while the job runs"),
-    "--autotune-log-file": ("AUTOTUNE_LOG", "FILE", "CSV file for what was tried"),
-    "--autotune-warmup-samples": ("AUTOTUNE_WARMUP_SAMPLES", "N", "samples that are left out"),
-    "--autotune-steps-per-sample": ("AUTOTUNE_STEPS_PER_SAMPLE", "N", "steps that are measured as one"),
-    "--autotune-bayes-opt-max-samples": ("AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "N", "samples in all"),
-    "--autotune-gaussian-process-noise": ("AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "X", "noise of a sample"),
+    "--fusion-threshold-mb": ("FUSION_THRESHOLD", "MB", "maximum size of fused operations in MiB"),
+    "--cycle-time-ms": ("CYCLE_TIME", "MS", "maximum time to wait for more operations to fuse"),
+    "--cache-capacity": ("CACHE_CAPACITY", "N", "maximum number of operations in the response cache"),
+    "--reproducible": ("REPRODUCIBLE", None, "make sums independent of the placement of ranks on hosts"),
+    "--autotune": ("AUTOTUNE", None, "tune fusion, batching and chunk sizes while the job runs"),
+    "--autotune-log-file": ("AUTOTUNE_LOG", "FILE", "CSV file for the samples"),
+    "--autotune-warmup-samples": ("AUTOTUNE_WARMUP_SAMPLES", "N", "number of first samples to ignore"),
+    "--autotune-steps-per-sample": ("AUTOTUNE_STEPS_PER_SAMPLE", "N", "steps in each sample"),
+    "--autotune-bayes-opt-max-samples": ("AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "N", "maximum number of samples"),
+    "--autotune-gaussian-process-noise": ("AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "X", "assumed noise of samples"),
     "--timeline-filename": ("TIMELINE", "FILE", "write a timeline of every rank"),
-    "--timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", None, "mark in it when the engine begins new work"),
-    "--no-stall-check": ("STALL_CHECK_DISABLE", None, "no stall reports"),
-    "--stall-check-warning-time-seconds": ("STALL_CHECK_TIME_SECONDS", "S", "report what waits for so long"),
-    "--stall-check-shutdown-time-seconds": ("STALL_SHUTDOWN_TIME_SECONDS", "S", "end the job then"),
-    "--log-level": ("LOG_LEVEL", "LEVEL", "what is logged at least"),
-    "--log-hide-timestamp": ("LOG_HIDE_TIME", None, "log lines do not begin with the time"),
+    "--timeline-mark-cycles": (
+        "TIMELINE_MARK_CYCLES",
+        None,
+        "mark in the timeline when the engine begins new work",
+    ),
+    "--no-stall-check": ("STALL_CHECK_DISABLE", None, "turn off stall reports"),
+    "--stall-check-warning-time-seconds": (
+        "STALL_CHECK_TIME_SECONDS",
+        "S",
+        "report operations that wait longer than this",
+    ),
+    "--stall-check-shutdown-time-seconds": (
+        "STALL_SHUTDOWN_TIME_SECONDS",
+        "S",
+        "end the job if an operation waits longer than this",
+    ),
+    "--log-level": ("LOG_LEVEL", "LEVEL", "minimum log level (trace, debug, info, warning, error, fatal)"),
+    "--log-hide-timestamp": ("LOG_HIDE_TIME", None, "omit the time from log lines"),
     "--heartbeat-timeout-s": (
         "HEARTBEAT_TIMEOUT_S",
         "S",
-        "longest silence of a host, by default 30, elastic 4; 0: for ever",
+        "seconds without a heartbeat after which a host is lost; default: 30, elastic jobs 4; 0: never",
     ),
-    "--thread-affinity": ("THREAD_AFFINITY", "C0,C1", "core of the engine's thread, for each local rank"),
-    "--gloo-timeout-seconds": ("DATA_TIMEOUT_SECONDS", "S", "longest time of an agreed transfer"),
-    "--mpi-threads-disable": ("MPI_THREADS_DISABLE", None, "MPI serves one thread at a time"),
-    "--hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", None, "NCCL within hosts, CPUs between them"),
+    "--thread-affinity": ("THREAD_AFFINITY", "C0,C1", "CPU core of the engine's thread, for each local rank"),
+    "--gloo-timeout-seconds": (
+        "DATA_TIMEOUT_SECONDS",
+        "S",
+        "maximum time of a transfer that ranks have agreed on",
+    ),
+    "--mpi-threads-disable": ("MPI_THREADS_DISABLE", None, "use MPI from one thread at a time"),
+    "--hierarchical-allreduce": (
+        "HIERARCHICAL_ALLREDUCE",
+        None,
+        "use NCCL within hosts and CPUs between them",
+    ),
 }
 
 #: Where the first of several hosts without ssh waits for the others, unless --rdzv-endpoint is given.
@@ -141,23 +161,26 @@ def make_parser() -> Parser:
 
 def _add_job(parser: Parser) -> None:
     add = parser.add_argument
-    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks; default: every slot of the hosts")
+    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks; default: all slots of the hosts")
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument(
-        "-H", "--hosts", metavar="H1:N1,H2:N2", help="hosts and how many ranks each takes; default: this host"
+        "-H",
+        "--hosts",
+        metavar="H1:N1,H2:N2",
+        help="hosts, with a number of slots for each; default: this host",
     )
     hosts.add_argument(
         "-hostfile",
         "--hostfile",
         metavar="FILE",
-        help="the same from a file, with 'host slots=N' in each line",
+        help="file of hosts, with a line 'host slots=N' for each",
     )
     add(
         "--slots-per-host",
         "--slots",
         type=_positive,
         metavar="N",
-        help="slots of hosts that are named without a number",
+        help="slots of hosts that are listed without a number",
     )
     add(
         "-x",
@@ -166,48 +189,48 @@ def _add_job(parser: Parser) -> None:
         type=_variable,
         dest="variables",
         metavar="NAME[=VALUE]",
-        help="a variable of the ranks; without a value: that of this process. May be repeated",
+        help="set an environment variable on all ranks, by default to its value here; may be repeated",
     )
     add(
         "--huge-pages",
         action="store_true",
         help="have PyTorch ask for transparent huge pages, as NumPy does; sets THP_MEM_ALLOC_ENABLE=1",
     )
-    add("-m", "--module", action="store_true", help="the command is a Python module, as of python -m")
+    add("-m", "--module", action="store_true", help="run the command as a Python module, as python -m does")
     add(
         "--network-interface",
         "--network-interfaces",
         action="append",
         metavar="NAME",
-        help="interface (eth0), or network (10.0.0.0/16), of all connections",
+        help="network interface (eth0) or network (10.0.0.0/16) for all connections",
     )
     add(
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        help="seconds for all ranks to start, and to meet in init(); default: 30",
+        help="seconds for all ranks to start and to connect in init(); default: 30",
     )
-    add("--config-file", metavar="FILE", help="YAML file with settings; the command line comes before it")
-    add("--dry-run", action="store_true", help="say what would run where, and start nothing")
+    add("--config-file", metavar="FILE", help="YAML file with settings; the command line takes precedence")
+    add("--dry-run", action="store_true", help="print the ranks and hosts of the job, and start nothing")
     add(
         "-v",
         "--verbose",
         action="store_true",
-        help="say what is started where; -v without a command is --version",
+        help="print each process that is started; without a command, print the version",
     )
     add(
         "-cb",
         "--check",
         "--check-build",
         action="store_true",
-        help="say what was found on this host, and what is missing",
+        help="print which frameworks and libraries are available on this host",
     )
     add(
         "--print-completion",
         metavar="SHELL",
         help="print completions for bash, zsh or another shell; needs shtab",
     )
-    add("--version", action=_Version, nargs=0, help="say which polyhvd this is")
+    add("--version", action=_Version, nargs=0, help="print the version")
 
 
 def _add_output(parser: Parser) -> None:
@@ -216,117 +239,129 @@ def _add_output(parser: Parser) -> None:
         "--output-filename",
         "--log-dir",
         metavar="DIR",
-        help="write each rank's output to DIR/rank.N/stdout and stderr as well",
+        help="also write each rank's output to DIR/rank.N/stdout and stderr",
     )
     add(
         "--tee",
         type=int,
         choices=(0, 1, 2, 3),
-        help="what of it is written there: 1 standard output, 2 standard error, 3 both (the default), 0 none",
+        help="streams to write there: 1 standard output, 2 standard error, 3 both, 0 none; default: 3",
     )
-    add("--no-tag", action="store_true", help="do not begin each line with its rank")
+    add("--no-tag", action="store_true", help="do not prefix lines of output with the rank")
     add(
         "-prefix-timestamp",
         "--prefix-output-with-timestamp",
         action="store_true",
         dest="timestamps",
-        help="begin each line with the time at which it came",
+        help="prefix lines of output with the time",
     )
 
 
 def _add_ending(parser: Parser) -> None:
     add = parser.add_argument_group("when a rank fails").add_argument
-    add("--keep-going", action="store_true", help="a rank that fails does not stop the others")
+    add("--keep-going", action="store_true", help="do not stop the other ranks when a rank fails")
     add(
         "--max-restarts",
         type=_count,
         metavar="N",
         default=0,
-        help="start the whole job again when it has failed, N times at most; default: 0",
+        help="restart a job that has failed up to N times; default: 0",
     )
     add(
         "--term-grace-s",
         type=_seconds,
         metavar="S",
         default=30.0,
-        help="seconds that ranks have from SIGTERM to SIGKILL, for a last checkpoint; default: 30",
+        help="seconds between SIGTERM and SIGKILL, for a last checkpoint; default: 30",
     )
 
 
 def _add_elastic(parser: Parser) -> None:
     add = parser.add_argument_group(
-        "elastic jobs", "--min-np makes a job elastic: ranks that are lost are replaced; see docs/elastic.md"
+        "elastic jobs", "--min-np makes a job elastic: it continues when ranks are lost; see docs/elastic.md"
     ).add_argument
-    add("--min-np", "--min-num-proc", type=_positive, metavar="N", help="go on with as few ranks as this")
+    add("--min-np", "--min-num-proc", type=_positive, metavar="N", help="minimum number of ranks")
     add(
         "--max-np",
         "--max-num-proc",
         type=_positive,
         metavar="N",
-        help="grow to as many, where hosts have slots for them; default: -np",
+        help="maximum number of ranks, if hosts have slots for them; default: -np",
     )
     add(
         "--spares",
         type=_count,
         metavar="N",
-        help="processes on each host that are started ahead, and wait for a place; default: 0",
+        help="processes on each host that are started in advance to replace lost ones; default: 0",
     )
     add(
         "--host-discovery-script",
         metavar="FILE",
-        help="program that prints the hosts that there are now, a line 'host:slots' for each; or "
-        "MODULE:NAME, an object of Python that says it",
+        help="program that prints a line 'host:slots' for each available host; or MODULE:NAME, a Python "
+        "object with a method find_available_hosts_and_slots()",
     )
-    add("--reset-limit", type=_count, metavar="N", help="end the job when the world has changed more often")
+    add(
+        "--reset-limit",
+        type=_count,
+        metavar="N",
+        help="end the job when the world has changed more than N times",
+    )
     add(
         "--elastic-timeout",
         type=_seconds,
         metavar="S",
-        help="end the job after so long with fewer than --min-np ranks, and a new process that takes longer "
-        "from init() to its elastic function; default: 600",
+        help="seconds after which to end a job with fewer than --min-np ranks, and a new process that has "
+        "not reached its elastic function since init(); default: 600",
     )
     add(
         "--blacklist-cooldown-range",
         type=_seconds,
         nargs=2,
         metavar=("MIN", "MAX"),
-        help="seconds that a slot rests after a failure, at first and at most; default: 0, then 1 to 60",
+        help="seconds for which a slot is not used after a failure, at first and at most; default: 0, then 1 "
+        "to 60",
     )
     add(
         "--on-state-lost",
         choices=("fail", "restart"),
-        help="what follows when all processes that had the state of train() are lost and there is no "
-        "checkpoint: fail ends the job, restart starts from step 0; default: fail",
+        help="action if all processes with the state of train() are lost and there is no checkpoint: fail "
+        "ends the job, restart starts from step 0; default: fail",
     )
     add(
         "--slow-rank-policy",
         choices=("report", "evict"),
-        help="what follows when all wait for one rank in every step: report says so, and evict has a spare "
-        "take its place; default: report",
+        help="action on a rank that all others wait for in every step: report prints it, evict replaces it "
+        "by a spare; default: report",
     )
     add(
         "--slow-rank-factor",
         type=_factor,
         metavar="X",
-        help="slow is who takes so many times as long as the others; default: 1.5",
+        help="a rank is slow if its steps take X times as long as those of the others; default: 1.5",
     )
 
 
 def _add_ssh(parser: Parser) -> None:
     add = parser.add_argument_group("other hosts").add_argument
-    add("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
+    add("-p", "--ssh-port", type=int, metavar="PORT", help="ssh port of the other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
-    add("--ssh-option", action="append", default=[], metavar="OPTION", help="as ssh -o; may be repeated")
+    add(
+        "--ssh-option",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="option for ssh, as ssh -o; may be repeated",
+    )
     add(
         "--remote-python",
         metavar="PATH",
         default=sys.executable,
-        help="Python on the other hosts; default: the path of this one",
+        help="path of Python on the other hosts; default: the path of this Python",
     )
     add(
         "--no-host-checks",
         action="store_true",
-        help="do not look at other hosts before ranks are started (versions, clocks, room, the way back)",
+        help="do not check other hosts before ranks are started (versions, clocks, space, connection back)",
     )
 
 
@@ -337,36 +372,39 @@ def _add_mpi(parser: Parser) -> None:
         "--mpi",
         "--use-mpi",
         action="store_true",
-        help="let MPI's launcher, mpirun or mpiexec, start the ranks",
+        help="start ranks with MPI's launcher, mpirun or mpiexec",
     )
-    controllers.add_argument("--jsrun", action="store_true", help="let LSF's jsrun start the ranks")
+    controllers.add_argument("--jsrun", action="store_true", help="start ranks with LSF's jsrun")
     controllers.add_argument("--gloo", "--use-gloo", action="store_true", help=argparse.SUPPRESS)
     group.add_argument(
-        "--mpi-args", metavar="ARGS", default="", help="more options of MPI's launcher, as one word"
+        "--mpi-args", metavar="ARGS", default="", help="additional options for MPI's launcher, as one word"
     )
     group.add_argument(
-        "--binding-args", metavar="ARGS", default="", help="the same, for options that bind ranks to cores"
+        "--binding-args",
+        metavar="ARGS",
+        default="",
+        help="options for MPI's launcher that bind ranks to cores, as one word",
     )
 
 
 def _add_nodes(parser: Parser) -> None:
     add = parser.add_argument_group(
-        "several hosts without ssh", "polyhvdrun is started on each of them; all need one POLYHVD_SECRET"
+        "several hosts without ssh", "start polyhvdrun on each host, with the same POLYHVD_SECRET"
     ).add_argument
     add("--nnodes", type=int, metavar="N", help="number of hosts")
-    add("--node-rank", type=int, metavar="K", help="number of this one, from 0")
+    add("--node-rank", type=int, metavar="K", help="number of this host, from 0")
     add(
         "--rdzv-endpoint",
         metavar="HOST[:PORT]",
-        help=f"host 0, as the others reach it; port: {RENDEZVOUS_PORT}",
+        help=f"address of host 0 for the other hosts; default port: {RENDEZVOUS_PORT}",
     )
     add(
         "--nproc-per-node",
         type=int,
         metavar="N",
-        help="ranks of this host; default: one a GPU, or 1. Without --nnodes as --slots-per-host",
+        help="ranks on this host; default: one per GPU, or 1. Without --nnodes, the same as --slots-per-host",
     )
-    add("--sagemaker", action="store_true", help="hosts and arguments are those of SageMaker's container")
+    add("--sagemaker", action="store_true", help="take hosts and arguments from SageMaker's container")
 
 
 def is_one_of_several(options: argparse.Namespace) -> bool:
@@ -404,7 +442,7 @@ def interface_of(options: argparse.Namespace) -> str:
 
 def _add_settings(parser: Parser) -> None:
     settings = parser.add_argument_group(
-        "settings", "each sets the POLYHVD_ variable of that meaning on all ranks; see docs/configuration.md"
+        "settings", "each option sets a POLYHVD_ variable on all ranks; see docs/configuration.md"
     )
     for option, (variable, metavar, meaning) in SETTINGS.items():
         if metavar is not None:
@@ -416,7 +454,9 @@ def _add_settings(parser: Parser) -> None:
             if of == variable:
                 group.add_argument(other, action="store_const", const=value, dest=of, help=argparse.SUPPRESS)
     settings.add_argument(
-        "--tcp", action="store_true", help="NCCL uses no InfiniBand; between hosts all else is TCP anyway"
+        "--tcp",
+        action="store_true",
+        help="NCCL does not use InfiniBand; all other traffic between hosts is TCP in any case",
     )
 
 
