@@ -52,37 +52,37 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="polyhvd", description="Shows what jobs do and have written, and measures one."
-    )
+    parser = argparse.ArgumentParser(prog="polyhvd", description="Inspect, measure and control polyhvd jobs.")
     parser.add_argument(
         "--print-completion", metavar="SHELL", help="print completions for bash or zsh; needs shtab"
     )
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="COMMAND")
 
-    command = commands.add_parser("timeline", help="work on timelines")
+    command = commands.add_parser("timeline", help="merge the ranks' timelines")
     actions = command.add_subparsers(required=True, metavar="ACTION")
-    merge = actions.add_parser("merge", help="make one file of all ranks', with aligned clocks")
+    merge = actions.add_parser("merge", help="merge the timelines of all ranks, with aligned clocks")
     merge.add_argument("out", type=Path, metavar="OUT", help="the file to write")
     merge.add_argument("files", type=Path, nargs="+", metavar="FILE", help="timelines of ranks of one job")
     merge.set_defaults(run=lambda options: timeline.merge(options.out, options.files))
 
-    compare = commands.add_parser("flight", help="say what differs between the ranks' last operations")
-    compare.add_argument("files", type=Path, nargs="+", metavar="FILE", help="the ranks', or a folder")
+    compare = commands.add_parser("flight", help="compare the ranks' last operations after a failure")
+    compare.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="files of the ranks, or a folder"
+    )
     compare.set_defaults(run=lambda options: flight.explain(flight.load(options.files)))
 
-    command = commands.add_parser("autotune", help="say what an autotuned job has tried and chosen")
-    command.add_argument("log", type=Path, metavar="LOG", help="the file that POLYHVD_AUTOTUNE_LOG named")
-    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the search as well")
+    command = commands.add_parser("autotune", help="show the samples and the result of autotuning")
+    command.add_argument("log", type=Path, metavar="LOG", help="file written by POLYHVD_AUTOTUNE_LOG")
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="also plot the search")
     command.set_defaults(run=_autotune)
 
-    commands.add_parser("doctor", help="say what is on this host or on several, what is wrong, what to do")
-    commands.add_parser("leave", help="have ranks or hosts leave an elastic job, without a loss")
-    command = commands.add_parser("status", help="show what a running job does now, and what it waits for")
+    commands.add_parser("doctor", help="check this host or several for problems")
+    commands.add_parser("leave", help="remove ranks or hosts from an elastic job without a loss")
+    command = commands.add_parser("status", help="show the state of a running job, and what it waits for")
     status.add_options(command)
-    commands.add_parser("parity", help="train one network in several frameworks, and say where they part")
-    commands.add_parser("bench", help="measure the collectives of a job: polyhvdrun -np 4 polyhvd bench")
+    commands.add_parser("parity", help="train one network in several frameworks, and report differences")
+    commands.add_parser("bench", help="measure collectives: polyhvdrun -np 4 polyhvd bench")
     return parser
 
 

@@ -47,15 +47,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options, for a parser of this command alone or for a subcommand."""
     add = parser.add_argument
     add("--op", type=_ops, default=list(OPS), metavar="OP,...", help=f"all (default), {', '.join(OPS)}")
-    add("--redop", choices=list(REDOPS), default="sum", help="of allreduce and reducescatter; default: sum")
+    add(
+        "--redop",
+        choices=list(REDOPS),
+        default="sum",
+        help="operation of allreduce and reducescatter; default: sum",
+    )
     add("--min-bytes", type=_bytes, default=1 << 10, metavar="SIZE", help="default: 1K")
     add("--max-bytes", type=_bytes, default=64 << 20, metavar="SIZE", help="default: 64M")
-    add("--factor", type=_positive, default=4, metavar="N", help="from one size to the next; default: 4")
+    add("--factor", type=_positive, default=4, metavar="N", help="ratio of successive sizes; default: 4")
     add("--dtype", default="float32", metavar="DTYPE", help="float32 (default), float16, bfloat16, int8, ...")
-    add("--framework", choices=sorted(measured()), default="numpy", help="whose tensors; default: numpy")
-    add("--iterations", type=_positive, metavar="N", help="of each size; default: about half a second's")
-    add("--warm-up", type=_positive, default=5, metavar="N", help="iterations before; default: 5")
-    add("--json", metavar="FILE", help="write the figures there as well; - is standard output, and no table")
+    add(
+        "--framework",
+        choices=sorted(measured()),
+        default="numpy",
+        help="framework of the tensors; default: numpy",
+    )
+    add(
+        "--iterations",
+        type=_positive,
+        metavar="N",
+        help="iterations for each size; default: as many as take half a second",
+    )
+    add("--warm-up", type=_positive, default=5, metavar="N", help="iterations before measuring; default: 5")
+    add(
+        "--json",
+        metavar="FILE",
+        help="also write the figures as JSON to FILE; '-': to standard output, without the table",
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -83,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line, measure, print; returns the exit status."""
     parser = _Parser(
         prog="polyhvd bench",
-        description="Measure the collectives of this job. Without polyhvdrun it is a job of one rank.",
+        description="Measure the collectives of this job. Without polyhvdrun, the job has one rank.",
     )
     add_arguments(parser)
     return run(parser.parse_args(arguments))

@@ -82,30 +82,43 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"exit status: {statuses}. docs/parity.md has more.",
     )
     add = parser.add_argument
-    add("case", nargs="?", metavar="CASE", help="a name of --list, or a file with build() and batch()")
-    add("--list", action="store_true", help="the ready cases, optimizers and schedules")
+    add(
+        "case", nargs="?", metavar="CASE", help="name from --list, or a file that defines build() and batch()"
+    )
+    add("--list", action="store_true", help="list the included cases, optimizers and schedules")
     add(
         "--frameworks",
         type=_names,
         metavar="NAME,...",
         help=f"of {', '.join(FRAMEWORKS)}; default: all that are installed",
     )
-    add("--steps", type=_positive, metavar="N", help="of training; default: 20")
-    add("--np", type=_positive, metavar="N", help="ranks of each framework; default: 2; of each script: 1")
-    add("--seed", type=int, metavar="N", help="of weights and data; default: 0")
+    add("--steps", type=_positive, metavar="N", help="training steps; default: 20")
+    add("--np", type=_positive, metavar="N", help="ranks of each framework; default: 2, with --scripts 1")
+    add("--seed", type=int, metavar="N", help="seed of weights and data; default: 0")
     add("--optimizer", choices=OPTIMIZERS, help="instead of the case's")
     add("--rate", type=float, metavar="X", help="learning rate, instead of the case's")
-    add("--momentum", type=float, metavar="X", help="of momentum and nesterov")
-    add("--epsilon", type=float, metavar="X", help="of adam, adamw, rmsprop and adagrad")
+    add("--momentum", type=float, metavar="X", help="momentum of momentum and nesterov")
+    add("--epsilon", type=float, metavar="X", help="epsilon of adam, adamw, rmsprop and adagrad")
     add("--weight-decay", type=float, metavar="X", help="decoupled in adamw, else a part of the gradient")
-    add("--clip-norm", type=float, metavar="X", help="of all gradients together, after they are averaged")
-    add("--accumulate", type=_positive, metavar="N", help="parts of a rank's batch, one after the other")
-    add("--schedule", choices=SCHEDULES, help="of the learning rate")
-    add("--precision", choices=PRECISIONS, help="in which layers compute, with weights in float32")
-    add("--json", metavar="FILE", help="write the report as JSON; - is standard output, and no table")
-    add("--junit", metavar="FILE", help="write it as JUnit's XML, for CI servers")
-    add("--html", metavar="FILE", help="write it as one page that needs nothing else")
-    add("--timeout", type=_seconds, default=600.0, metavar="S", help="for all of it; default: 600")
+    add("--clip-norm", type=float, metavar="X", help="limit of the norm of all averaged gradients together")
+    add(
+        "--accumulate",
+        type=_positive,
+        metavar="N",
+        help="number of parts of a rank's batch whose gradients are accumulated",
+    )
+    add("--schedule", choices=SCHEDULES, help="schedule of the learning rate")
+    add("--precision", choices=PRECISIONS, help="precision of the layers' computations; weights are float32")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the report as JSON to FILE; '-': to standard output, without the table",
+    )
+    add("--junit", metavar="FILE", help="write the report as JUnit XML to FILE, for CI servers")
+    add("--html", metavar="FILE", help="write the report as one HTML page to FILE")
+    add(
+        "--timeout", type=_seconds, default=600.0, metavar="S", help="seconds for the whole run; default: 600"
+    )
     add(
         "--scripts",
         nargs="+",

@@ -67,7 +67,7 @@ REMARKS = {
     "--reset-limit": "Counts all changes of the world, as in horovodrun.",
     "--host-discovery-script": "Run every second. A line that begins with `#` is a comment.",
     "--elastic-timeout": "The job then ends with status 75: it can be run again.",
-    "--blacklist-cooldown-range": "Applies to a slot, not to its host. Doubled with each consecutive failure.",
+    "--blacklist-cooldown-range": "Applies to a slot, not to its host. Doubled with each failure in a row.",
 }
 
 #: Options that horovodrun does not have, by their first name, and where they are known from.

@@ -22,10 +22,28 @@ def main(arguments: Sequence[str]) -> int:
         epilog="example: polyhvd leave --host algo-2",
     )
     add = parser.add_argument
-    add("--job", type=int, metavar="PID", help="process id of its polyhvdrun; default: the only one here")
-    add("--host", action="append", default=[], metavar="HOST", help="all of a host, which is used no more")
-    add("--rank", type=int, action="append", default=[], metavar="N", help="as ranks are now")
-    add("--process", type=int, action="append", default=[], metavar="N", help="as polyhvdrun prints it: [N]")
+    add(
+        "--job",
+        type=int,
+        metavar="PID",
+        help="process id of polyhvdrun; default: that of the only job on this host",
+    )
+    add(
+        "--host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="remove all ranks of a host, and do not use it again",
+    )
+    add("--rank", type=int, action="append", default=[], metavar="N", help="current rank")
+    add(
+        "--process",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="number that polyhvdrun prints before its output: [N]",
+    )
     add(
         "--timeout-s",
         type=control.limit_s,
@@ -33,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         metavar="S",
         help="seconds to wait for them; default: 600",
     )
-    add("--no-wait", action="store_true", help="return when the job knows of it")
+    add("--no-wait", action="store_true", help="return when the job has received the request")
     options = parser.parse_args(arguments)
     if not (options.host or options.rank or options.process):
         parser.error("name who is to leave: --host, --rank or --process")

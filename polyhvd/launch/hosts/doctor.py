@@ -37,8 +37,8 @@ def doctor() -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``polyhvd doctor``, which are polyhvdrun's."""
     hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("-H", "--hosts", metavar="H1,H2", help="examine these over ssh; default: this host")
-    hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file, with a host in each line")
+    hosts.add_argument("-H", "--hosts", metavar="H1,H2", help="hosts to check over ssh; default: this host")
+    hosts.add_argument("--hostfile", metavar="FILE", help="file of hosts, one in each line")
     parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
     parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
     parser.add_argument(
@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--remote-python",
         metavar="PATH",
         default=sys.executable,
-        help="Python on the hosts; default: this one",
+        help="path of Python on the hosts; default: the path of this Python",
     )
     parser.add_argument(
         "--network-interface", metavar="NAME", default="", help="interface, or network, of all connections"
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; returns 0: nothing is wrong, 1: something is, 2: the command line is."""
     parser = argparse.ArgumentParser(
         prog="polyhvd doctor",
-        description="Say what was found on this host, or on several, what is wrong, and what to do.",
+        description="Check this host or several, and report what is available, problems and remedies.",
     )
     add_options(parser)
     options = parser.parse_args(arguments)

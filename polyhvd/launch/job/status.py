@@ -48,15 +48,20 @@ def main(arguments: Sequence[str]) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("--job", type=int, metavar="PID", help="process id of its polyhvdrun; default: the only one here")
-    add("--json", action="store_true", help="print one JSON object, with every slot")
+    add(
+        "--job",
+        type=int,
+        metavar="PID",
+        help="process id of polyhvdrun; default: that of the only job on this host",
+    )
+    add("--json", action="store_true", help="print a JSON object with every slot")
     add("--all", action="store_true", help=f"list every host, not only {_HOSTS_MAX} of them")
     add(
         "--timeout-s",
         type=control.limit_s,
         default=10.0,
         metavar="S",
-        help="seconds to wait for it; default: 10",
+        help="seconds to wait for the job's answer; default: 10",
     )
 
 
