@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -61,29 +62,31 @@ def elastic_case_of(seed: int) -> ElasticCase:
     return ElasticCase(seed, size, least, spares, chance.random() < 0.7, steps, faults)
 
 
-def _may_be_late(fault: ElasticFault, case: ElasticCase) -> bool:
-    """Whether it may kill a rank when the others have ended, so that nobody is left to take its place."""
-    return fault.step == case.steps - 1 and fault.kind.endswith("kill")
-
-
 def run_elastic_case(case: ElasticCase, launcher: Launcher, folder: Path) -> str:
     """Run it: it has to end in right numbers, or, where a rank was cut off from the launcher, or killed when
-    the others had ended, in an error that says what is lost. Returns what it has said."""
+    the others had ended, in an error that says what is lost. Returns its status and output."""
     faults = json.dumps([asdict(fault) for fault in case.faults])
     options = ["-np", str(case.size), "--min-np", str(case.least), "--spares", str(case.spares)]
     env = {} if case.shared_memory else {"POLYHVD_SHARED_MEMORY": "0"}
     argv = [sys.executable, JOB, str(folder), str(case.steps), faults]
     status, out, err = launcher.start(*options, "--elastic-timeout", "30", argv=argv, env=env).finish()
     said = f"{case}\nstatus {status}\n{out}\n{err}"
-    ends = re.findall(r"end .*", out)
+    ends = [(line, int(size)) for line, size in re.findall(r"(end .*) of (\d+)", out)]
+    total = 4.0 * sum(range(1, case.steps + 1))
+    assert all(line == f"end {case.steps} [{total}]" for line, _ in ends), said
+    # A fault waits for up to 20 ms, in which a fast machine ends several steps: some ranks may have ended
+    # when another one is killed. The others finish in a smaller world; where there are none, the job fails.
+    killed = any(fault.kind.endswith("kill") for fault in case.faults)
+    cut = any(fault.kind == "shut a socket" for fault in case.faults)
     if status != 0:
-        assert any(fault.kind == "shut a socket" or _may_be_late(fault, case) for fault in case.faults), said
+        assert cut or (killed and ends), said
         assert err.rstrip().splitlines()[-1].strip(), said
         assert "polyhvdrun: " in err, said
         assert "InternalError: a bug" not in err, said
         return said
-    total = 4.0 * sum(range(1, case.steps + 1))
-    size = int(ends[0].rpartition(" ")[2]) if ends else 0
-    assert ends == size * [f"end {case.steps} [{total}] of {size}"], said
-    assert case.least <= size <= case.size, said
+    worlds = Counter(size for _, size in ends)
+    last = min(worlds, default=0)
+    assert worlds[last] == last > 0, said
+    assert len(worlds) == 1 or killed or cut, said
+    assert case.least <= len(ends) <= case.size, said
     return said
