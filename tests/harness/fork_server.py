@@ -51,12 +51,14 @@ class _Program:
     @classmethod
     def receive(cls, connection: socket.socket) -> _Program:
         head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _DESCRIPTORS_MAX)
+        (left,) = _LENGTH.unpack(head)
         data = bytearray()
-        while len(data) < _LENGTH.unpack(head)[0]:
-            part = connection.recv(1 << 16)
+        while left > 0:  # a signal may follow, which is for the program
+            part = connection.recv(left)
             if not part:
                 raise ConnectionError("half a request")
             data += part
+            left -= len(part)
         return cls(**json.loads(data), descriptors=[_high(descriptor) for descriptor in descriptors])
 
     def close(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -165,6 +167,16 @@ def test_a_signal_before_the_program_has_been_asked_for_ends_the_proxy(tmp_path:
             time.sleep(0.001)
         proxy.terminate()
         assert proxy.wait(DEADLINE_S) == -signal.SIGTERM
+
+
+def test_a_signal_that_arrives_with_the_request_is_for_the_program(python: list[str]) -> None:
+    values = {"argv": ["-c", "import time; time.sleep(600)"], "cwd": os.getcwd(), "numbers": []}
+    request = json.dumps({**values, "environment": dict(os.environ)}).encode()
+    with socket.socket(socket.AF_UNIX) as proxy:
+        proxy.settimeout(DEADLINE_S)
+        proxy.connect(f"{python[-1]}/0")
+        proxy.sendall(struct.pack("!I", len(request)) + request + bytes([signal.SIGTERM]))
+        assert struct.unpack("!i", proxy.recv(4)) == (-signal.SIGTERM,)
 
 
 def has_socket(pid: int) -> bool:
