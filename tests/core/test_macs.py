@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_ranks import units
 
@@ -16,6 +16,7 @@ keys = st.binary(min_size=32, max_size=32)
 payloads = st.lists(st.binary(min_size=1, max_size=300), max_size=6)
 
 
+@settings(deadline=None)
 @given(keys, st.binary(min_size=1, max_size=600), st.data())
 def test_a_tag_is_hashlib_s(key: bytes, message: bytes, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(message)))
@@ -23,6 +24,7 @@ def test_a_tag_is_hashlib_s(key: bytes, message: bytes, data: st.DataObject) -> 
     assert units.tag_of(key, message[:cut], message[cut:]) == expected
 
 
+@settings(deadline=None)
 @given(keys, payloads)
 def test_frames_of_the_core_and_of_the_rendezvous_are_the_same(key: bytes, parts: list[bytes]) -> None:
     stream = SignedStream(SessionKeys(key, key))
@@ -32,6 +34,7 @@ def test_frames_of_the_core_and_of_the_rendezvous_are_the_same(key: bytes, parts
     assert stream.unseal(signed) == b"".join(parts)
 
 
+@settings(deadline=None)
 @given(keys, payloads.filter(bool), st.data())
 def test_what_either_refuses_the_other_refuses(key: bytes, parts: list[bytes], data: st.DataObject) -> None:
     """Streams are cut into pieces, of which some are changed, left out, doubled or exchanged."""

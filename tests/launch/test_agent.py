@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyhvd.launch.job import agent
@@ -19,6 +19,7 @@ AGENT = [sys.executable, "-I", "-S", "-c", agent_source().decode()]
 JOB = {"argv": [], "cwd": "/", "env": {}, "unset": [], "ranks": [(0, {})]}
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 255), st.integers(-1, 99), st.binary(max_size=99))), st.data())
 def test_frames_are_found_wherever_the_stream_is_cut(
     frames: list[tuple[int, int, bytes]], data: st.DataObject

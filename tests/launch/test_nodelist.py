@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyhvd.launch.providers.nodelist import expand
@@ -41,6 +41,7 @@ prefixes = st.from_regex(r"[a-z][a-z.-]{0,5}", fullmatch=True)
 ranges = st.tuples(st.integers(0, 9999), st.integers(0, 30), st.integers(1, 6))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(prefixes, st.lists(ranges, max_size=4)), max_size=4))
 def test_what_slurm_would_write_comes_back(parts: list[tuple[str, list[tuple[int, int, int]]]]) -> None:
     items, hosts = [], []
@@ -57,6 +58,7 @@ def test_what_slurm_would_write_comes_back(parts: list[tuple[str, list[tuple[int
     assert expand(",".join(items)) == hosts
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="n1-2,[] x", max_size=20))
 def test_any_text_is_expanded_or_refused(text: str) -> None:
     try:

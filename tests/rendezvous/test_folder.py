@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyhvd.rendezvous import folder, keyed
@@ -58,6 +58,7 @@ def test_no_name_leaves_the_folder(path: Path, scope: str) -> None:
 keys = st.text() | st.text(alphabet="aA%./-_0é")
 
 
+@settings(deadline=None)
 @given(keys, keys)
 def test_different_keys_have_different_names_of_safe_characters(one: str, other: str) -> None:
     names = [folder._file_name(key) for key in (one, other)]
@@ -181,6 +182,7 @@ def test_folder_of_a_job_with_another_secret_is_refused(path: Path) -> None:
         join(path, 1, parse_secret(new_secret()))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(1, 255))
 def test_a_change_of_any_byte_breaks_the_seal(position: int, change: int) -> None:
     record = Record(b"value" * 10, 3, bytes(16), True)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyhvd.rendezvous.auth import Answerer, AuthError, Caller, Greeting, new_secret, parse_secret, prove
@@ -48,6 +48,7 @@ def test_answerer_refuses_a_caller_with_another_secret() -> None:
     assert answerer.wanted > 0
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2), st.integers(0, HELLO_BYTES - 1), st.integers(1, 255))
 def test_a_change_of_any_byte_ends_the_handshake(message: int, position: int, change: int) -> None:
     def tamper(number: int, data: bytes) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyhvd.rendezvous import signed_stream
@@ -37,11 +37,13 @@ def heard(stream: bytes, pieces: int = 1 << 20) -> bytes:
     return out
 
 
+@settings(deadline=None)
 @given(payloads, st.integers(1, 100))
 def test_what_was_sealed_comes_out_however_it_is_cut(parts: list[bytes], pieces: int) -> None:
     assert heard(b"".join(sealed(parts)), pieces) == b"".join(parts)
 
 
+@settings(deadline=None)
 @given(payloads, st.data())
 def test_a_bit_that_is_turned_over_anywhere_is_noticed(parts: list[bytes], data: st.DataObject) -> None:
     stream = bytearray(b"".join(sealed(parts)))
@@ -52,6 +54,7 @@ def test_a_bit_that_is_turned_over_anywhere_is_noticed(parts: list[bytes], data:
     assert b"".join(parts).startswith(out[:-1])
 
 
+@settings(deadline=None)
 @given(payloads, st.data())
 def test_messages_in_any_other_order_come_out_up_to_the_first_wrong_one(
     parts: list[bytes], data: st.DataObject
@@ -65,6 +68,7 @@ def test_messages_in_any_other_order_come_out_up_to_the_first_wrong_one(
     assert heard(b"".join(messages[number] for number in order), 1) == expected
 
 
+@settings(deadline=None)
 @given(payloads, st.data())
 def test_of_a_stream_that_was_cut_off_whole_messages_come_out(
     parts: list[bytes], data: st.DataObject
@@ -75,6 +79,7 @@ def test_of_a_stream_that_was_cut_off_whole_messages_come_out(
     assert b"".join(parts).startswith(out)
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=20, max_size=200))
 def test_bytes_of_a_stranger_are_refused(stream: bytes) -> None:
     assert heard(stream) == b"X"
