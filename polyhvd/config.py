@@ -26,8 +26,8 @@ __all__ = [
     "Variable",
     "ineffective",
     "mpi_launch",
+    "notify_mpi4py",
     "table",
-    "tell_mpi4py",
     "unknown",
 ]
 
@@ -564,7 +564,7 @@ def mpi_launch(environ: Mapping[str, str] | None = None) -> MpiLaunch | None:
     return None
 
 
-def tell_mpi4py(path: str) -> None:
+def notify_mpi4py(path: str) -> None:
     """Have mpi4py, if it is imported later, use the library that is in the process already."""
     os.environ.setdefault("MPI4PY_LIBMPI", path)
 

@@ -128,7 +128,7 @@ class Gradients(Section):
         self._entered = -1  # the graph task whose thread is known to use this
         self._generation = current.world().placement.generation
         self._lost = 0  # generation of the world that has ended with gradients of this, until others come
-        _registry.seat(self)
+        _registry.place(self)
         self.adopt(parameters)
         passes.register(self)
 
@@ -142,7 +142,7 @@ class Gradients(Section):
             position = len(self._parameters)
             self._parameters.append(parameter)
             self._passes.append(0)
-            self.seat.size += 1
+            self.place.size += 1
             _registry.take(parameter, self, position)
 
     def hand_over(self, position: int, newer: Gradients, its_position: int) -> None:

@@ -76,13 +76,13 @@ class Registry:
             if engine is not None:
                 gradients.restart()
             if not gradients.retired:
-                self.seat(gradients)
+                self.place(gradients)
 
-    def seat(self, gradients: Gradients) -> None:
+    def place(self, gradients: Gradients) -> None:
         """Let an optimizer that has just been made take part in the rounds of the calling thread."""
         self._everyone.add(gradients)
         number = gradients.number
-        self._seat(gradients, f".{number}" if number else "")
+        self._place(gradients, f".{number}" if number else "")
 
     def claim(self, gradients: Gradients) -> None:
         """Let an optimizer take part in the rounds of the calling thread, which uses it from now on.
@@ -92,9 +92,9 @@ class Registry:
         a new thread is not to go on with others that it has claimed.
         """
         if self._own.boards.get(gradients.process_set) is not gradients.board:
-            self._seat(gradients, f".{gradients.number}.claimed")
+            self._place(gradients, f".{gradients.number}.claimed")
 
-    def _seat(self, gradients: Gradients, suffix: str) -> None:
+    def _place(self, gradients: Gradients, suffix: str) -> None:
         board = self._board(gradients.process_set, suffix)
         board.add(gradients, gradients.count)
 

@@ -36,7 +36,7 @@ __all__ = [
     "READY",
     "REDUCED",
     "Board",
-    "Seat",
+    "Place",
     "Section",
     "hold_rounds",
 ]
@@ -71,7 +71,7 @@ class Section(abc.ABC):
 
     #: Where it takes part, and its place there.
     board: Board
-    seat: Seat
+    place: Place
 
     def __init__(self) -> None:
         #: Held while it reports, or goes to another board.
@@ -106,7 +106,7 @@ class Section(abc.ABC):
         """Forget what was started: the round has failed, and others may never start theirs."""
 
 
-class Seat:
+class Place:
     """A section's place in the rounds. It outlives the section, which ranks delete when they like.
 
     It stays empty when the section goes to another board, until it comes back.
@@ -122,7 +122,7 @@ class Seat:
     def occupant(self) -> Section | None:
         """The section, if it takes part."""
         section = self.section()
-        return None if section is None or section.retired or section.seat is not self else section
+        return None if section is None or section.retired or section.place is not self else section
 
 
 class Board:
@@ -143,7 +143,7 @@ class Board:
     ) -> None:
         self.agree = agree
         self.call_roll = call_roll
-        self.seats: list[Seat] = []
+        self.places: list[Place] = []
 
     def add(self, section: Section, size: int = 0) -> None:
         """Let a section take part here, and nowhere else; in the same order on every rank. It is held weakly.
@@ -151,13 +151,13 @@ class Board:
         Args:
             size: the number of its parameters.
         """
-        seat = next((seat for seat in self.seats if seat.section() is section), None)
-        if seat is None:
-            seat = Seat(section)
-            self.seats.append(seat)
-        seat.size = size
+        place = next((place for place in self.places if place.section() is section), None)
+        if place is None:
+            place = Place(section)
+            self.places.append(place)
+        place.size = size
         with section.moving:
-            section.board, section.seat = self, seat
+            section.board, section.place = self, place
 
     def hold_round(self, at_step: Section | None) -> None:
         """Reduce what any rank has ready; return when it is done on this one.
@@ -207,7 +207,7 @@ def hold_rounds(boards: Sequence[Board], at_step: Section | None = None) -> None
 class _Part(NamedTuple):
     """A section's report in a round."""
 
-    seat: Seat
+    place: Place
     section: Section
     begin: int  # in the states
     reported: bytes
@@ -222,35 +222,35 @@ class _Round:
         self._live: list[_Part] = []
         self._errors: list[Exception] = []
         self._present: Callable[[], bool] | None = None
-        self._taken = list(board.seats)
-        for seat in self._taken:
-            self._ask(seat, at_step)
+        self._taken = list(board.places)
+        for place in self._taken:
+            self._ask(place, at_step)
         try:
             self._wait = board.agree(self._states, single)
         except BaseException:
             self.drop()
             raise
 
-    def _ask(self, seat: Seat, at_step: Section | None) -> None:
-        """Add the report of the section of a seat."""
-        states, section = self._states, seat.section()
+    def _ask(self, place: Place, at_step: Section | None) -> None:
+        """Add the report of the section of a place."""
+        states, section = self._states, place.section()
         if section is not None:
             with section.moving:  # from here on its new thread may use it, if it has gone
-                if seat.occupant() is not None:
+                if place.occupant() is not None:
                     is_at_step = section is at_step
                     reported = section.report(at_step=is_at_step)
-                    self._live.append(_Part(seat, section, len(states), reported))
+                    self._live.append(_Part(place, section, len(states), reported))
                     rounds = min(section.rounds, _ROUNDS_MAX)
                     here = _AT_STEP if is_at_step else _HERE
                     states += bytes((here, not is_at_step, rounds, _ROUNDS_MAX - rounds))
                     states += _doubled(section.digest) + reported
                     return
-        states += bytes(_HEADER_BYTES + seat.size)
+        states += bytes(_HEADER_BYTES + place.size)
 
     def drop(self) -> None:
         """Let all sections forget what was started."""
         for part in self._live:
-            if part.section.seat is part.seat:
+            if part.section.place is part.place:
                 part.section.drop()
 
     def conclude(self) -> None:
@@ -260,7 +260,7 @@ class _Round:
         except RankMismatchError as error:
             self.drop()
             # Every rank is here: all of them reset the board.
-            self._board.seats.clear()
+            self._board.places.clear()
             text = "the optimizers of the ranks do not have the same number of parameters"
             for part in self._live:
                 part.section.retired = f"{text}; make new ones"
@@ -313,8 +313,8 @@ class _Round:
                         "on every rank before step(), or accumulate with backward_passes_per_step"
                     )
                 )
-        for begin, seat in self._seats():
-            if seat.occupant() is None and _any_ready(states[begin + _HEADER_BYTES :][: seat.size]):
+        for begin, place in self._places():
+            if place.occupant() is None and _any_ready(states[begin + _HEADER_BYTES :][: place.size]):
                 errors.append(
                     HorovodInternalError(
                         "an optimizer that other ranks still use was deleted on this rank, or is used by "
@@ -323,22 +323,22 @@ class _Round:
                 )
         return errors
 
-    def _seats(self) -> list[tuple[int, Seat]]:
-        """The seats, and where in the states each begins."""
+    def _places(self) -> list[tuple[int, Place]]:
+        """The places, and where in the states each begins."""
         found, begin = [], 0
-        for seat in self._taken:
-            found.append((begin, seat))
-            begin += _HEADER_BYTES + seat.size
+        for place in self._taken:
+            found.append((begin, place))
+            begin += _HEADER_BYTES + place.size
         return found
 
     def ask_for_presence(self) -> None:
         """If many sections are gone, ask whether every rank takes part; one that has joined has no answer."""
-        gone = (seat for begin, seat in self._seats() if self._states[begin] == _GONE)
-        if sum(_HEADER_BYTES + seat.size for seat in gone) > GONE_BYTES_MAX:
+        gone = (place for begin, place in self._places() if self._states[begin] == _GONE)
+        if sum(_HEADER_BYTES + place.size for place in gone) > GONE_BYTES_MAX:
             self._present = self._board.call_roll()
 
     def clear(self) -> None:
-        """Give up the seats of sections that are gone on every rank, if every rank knows."""
+        """Give up the places of sections that are gone on every rank, if every rank knows."""
         if self._present is not None and self._present():
-            gone = {id(seat) for begin, seat in self._seats() if self._states[begin] == _GONE}
-            self._board.seats = [seat for seat in self._board.seats if id(seat) not in gone]
+            gone = {id(place) for begin, place in self._places() if self._states[begin] == _GONE}
+            self._board.places = [place for place in self._board.places if id(place) not in gone]

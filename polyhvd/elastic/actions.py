@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Action", "Dismiss", "End", "Fate", "Finish", "Form", "Lose", "Notify", "Start"]
+__all__ = ["Action", "Dismiss", "End", "ExitKind", "Finish", "Form", "Lose", "Notify", "Start"]
 
 
-class Fate(Enum):
+class ExitKind(Enum):
     """How a member has ended."""
 
     WELL = "well"  #: its program is done

@@ -101,7 +101,7 @@ class LocalParts:
         if member is None or size == 1:
             return
         self.finish()
-        message = _LENGTH.pack(member.seat.member) + _LENGTH.pack(rank) + own
+        message = _LENGTH.pack(member.launcher.member) + _LENGTH.pack(rank) + own
         message += bytes(-len(message) % _PADDED_TO)
         splits = [len(message) if other == (rank + 1) % size else 0 for other in range(size)]
         array = np.frombuffer(message, np.uint8)
@@ -171,4 +171,4 @@ class LocalParts:
 
 def _members() -> list[int]:
     member = process.find()
-    return [] if member is None else member.seat.reply.members
+    return [] if member is None else member.launcher.reply.members

@@ -174,7 +174,7 @@ def _is_skipped(number: int) -> bool:
     member = process.find()
     if member is None or not member.is_behind:
         return False
-    newest = member.seat.reply.call
+    newest = member.launcher.reply.call
     _LOG.warning(
         "elastic: other ranks are in call %d of elastic functions: call %d is skipped; what it has "
         "made counts as far as the state of call %d keeps it",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from polyhvd.elastic.actions import Action, Dismiss, End, Fate, Finish, Form, Lose, Notify, Start
+from polyhvd.elastic.actions import Action, Dismiss, End, ExitKind, Finish, Form, Lose, Notify, Start
 from polyhvd.elastic.limits import Limits
 from polyhvd.elastic.members import Cooldown, FormedWorld, Member, Slot, Standing
 
@@ -18,7 +18,7 @@ __all__ = [
     "Action",
     "Dismiss",
     "End",
-    "Fate",
+    "ExitKind",
     "Finish",
     "Form",
     "Limits",
@@ -285,7 +285,7 @@ class Membership:
     def ended(
         self,
         member: int,
-        fate: Fate,
+        exit_kind: ExitKind,
         now: float,
         *,
         has_begun: bool = True,
@@ -296,7 +296,7 @@ class Membership:
 
         Args:
             member: which.
-            fate: how.
+            exit_kind: how.
             now: the time.
             has_begun: whether it had called an elastic function. The job continues without a new member that
                 ends or fails before; if it had no place yet, its slot has a cooldown as after a loss.
@@ -314,33 +314,37 @@ class Membership:
         if placed and world is not None:
             world.members.remove(member)
             world.early += [member] if is_early else []
-        if fate is Fate.WELL or found.dismissed:
-            slot.done = slot.done or (fate is Fate.WELL and not found.dismissed)
+        if exit_kind is ExitKind.WELL or found.dismissed:
+            slot.done = slot.done or (exit_kind is ExitKind.WELL and not found.dismissed)
             in_world = placed or found.dying
             self._cut_short |= in_world and found.dismissed and self._leaving
-            self._finishing |= in_world and fate is Fate.WELL and not found.dismissed and not is_early
+            self._finishing |= (
+                in_world and exit_kind is ExitKind.WELL and not found.dismissed and not is_early
+            )
             return self._settle(now)
-        if has_finished and placed and world is not None and fate in (Fate.LOST, Fate.KILLED):
+        if has_finished and placed and world is not None and exit_kind in (ExitKind.LOST, ExitKind.KILLED):
             slot.done = self._finishing = True
             world.lost.append(member)
             return self._settle(now)
         joins = found.generation == 0 and world is not None and bool(world.members)
-        if fate is Fate.FAILED and is_early:
+        if exit_kind is ExitKind.FAILED and is_early:
             slot.vacate(why)  # another one would fail again
-        elif (fate is Fate.FAILED and not joins) or (fate is Fate.UNSTARTABLE and self.formed == 0):
+        elif (exit_kind is ExitKind.FAILED and not joins) or (
+            exit_kind is ExitKind.UNSTARTABLE and self.formed == 0
+        ):
             return self._end("", cause=member)
         self._fail_slot(slot, found, now, why)
         self.replaced += found.generation > 0
         actions: list[Action] = []
         if found.dying and not placed:  # the others have continued, so that world had a commit
             self._quiet_until = now + _QUIET_S
-            if fate is Fate.KILLED:
+            if exit_kind is ExitKind.KILLED:
                 self._pardon(slot, now)
         if placed and world is not None:
             if not world.lost:
                 self._lost_now = member
             world.lost.append(member)
-            if fate is Fate.KILLED:
+            if exit_kind is ExitKind.KILLED:
                 world.killed = True
                 world.killed_slots.append((slot, now))
                 self._forgive(world)

@@ -2,7 +2,7 @@
 
 A training step takes equally long on all ranks, since they wait for each other. A slow rank is the one that
 waits least. Each member computes the median of its last steps (:class:`Pace`), and the launcher compares the
-members of a world (:class:`Judge`).
+members of a world (:class:`SlowMemberDetector`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, median_low
 
-__all__ = ["FACTOR", "Figure", "Judge", "Pace", "SlowMember", "SlowRank"]
+__all__ = ["FACTOR", "Figure", "Pace", "SlowMember", "SlowMemberDetector", "SlowRank"]
 
 #: A rank is slow if it takes longer than the typical one by this factor, unless the user sets another one ...
 FACTOR = 1.5
@@ -144,7 +144,7 @@ class SlowRank:
         )
 
 
-class Judge:
+class SlowMemberDetector:
     """Finds the slow members of the present world.
 
     Args:
@@ -152,12 +152,12 @@ class Judge:
 
     Example::
 
-        judge = Judge(factor=1.5)
-        judge.begin(1, (0, 1))
-        judge.add(0, Figure(1, 0.010, 0.060), now=5.0)
-        judge.add(1, Figure(1, 0.058, 0.060), now=5.1)
-        judge.add(1, Figure(1, 0.058, 0.060), now=8.1)
-        judge.slow  # [SlowMember(1, 0.058, 0.010, 5.1)]
+        detector = SlowMemberDetector(factor=1.5)
+        detector.begin(1, (0, 1))
+        detector.add(0, Figure(1, 0.010, 0.060), now=5.0)
+        detector.add(1, Figure(1, 0.058, 0.060), now=5.1)
+        detector.add(1, Figure(1, 0.058, 0.060), now=8.1)
+        detector.slow  # [SlowMember(1, 0.058, 0.010, 5.1)]
     """
 
     def __init__(self, factor: float = FACTOR) -> None:

@@ -25,9 +25,9 @@ __all__ = [
     "PLACE_REQUESTS",
     "PROGRESS",
     "STEPS",
+    "LauncherConnection",
     "PlaceReply",
     "PlaceRequest",
-    "Seat",
     "lost_scope",
     "notice_scope",
     "place_scope",
@@ -148,7 +148,7 @@ class PlaceReply:
         return placements(self.hosts, self.generation)[self.members.index(member)]
 
 
-class Seat:
+class LauncherConnection:
     """A process's connection to the launcher of its elastic job, for as long as it lives.
 
     Thread-safe. A forked child has none.
@@ -165,7 +165,7 @@ class Seat:
         self._store = store
         self._lock = threading.Lock()
         self._notice = 0  # request; 0: there is none
-        _seats.add(self)
+        _connections.add(self)
 
     def next_place(self, request: PlaceRequest, idle: Callable[[], None] = lambda: None) -> PlaceReply:
         """Request a place in the next world, and wait for the reply while the job lives.
@@ -247,14 +247,14 @@ class Seat:
         self._store.close()
 
 
-_seats: weakref.WeakSet[Seat] = weakref.WeakSet()
+_connections: weakref.WeakSet[LauncherConnection] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
     """A forked process is not a member and must not keep its parent's connection open."""
-    for seat in list(_seats):
-        seat._lock = threading.Lock()
-        seat.close()
+    for launcher in list(_connections):
+        launcher._lock = threading.Lock()
+        launcher.close()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -17,7 +17,15 @@ from polyhvd.config import Settings
 from polyhvd.elastic import leaving
 from polyhvd.elastic.limits import BEGUN, RESUME_STATUS, UNKNOWN
 from polyhvd.elastic.pace import Pace, SlowRank
-from polyhvd.elastic.places import BEGUN_CALLS, MESSAGES, PROGRESS, STEPS, PlaceReply, PlaceRequest, Seat
+from polyhvd.elastic.places import (
+    BEGUN_CALLS,
+    MESSAGES,
+    PROGRESS,
+    STEPS,
+    LauncherConnection,
+    PlaceReply,
+    PlaceRequest,
+)
 from polyhvd.elastic.watch import LauncherWatch
 from polyhvd.observe import tracing
 from polyhvd.observe.autotune import Autotuner
@@ -26,7 +34,7 @@ from polyhvd.runtime import current
 from polyhvd.runtime.prologue import Prologue
 from polyhvd.runtime.world import Member, World
 
-__all__ = ["Process", "find", "take_seat"]
+__all__ = ["Process", "become_member", "find"]
 
 _LOG = logging.getLogger("polyhvd")
 _NOTICE = 1
@@ -40,12 +48,12 @@ class Process:
     """See the module. All methods but those about steps run under ``current.lock``.
 
     Args:
-        seat: the connection to the launcher.
+        launcher: the connection to the launcher.
         watch: the thread that receives from the launcher while the program runs.
     """
 
-    def __init__(self, seat: Seat, watch: LauncherWatch) -> None:
-        self.seat = seat
+    def __init__(self, launcher: LauncherConnection, watch: LauncherWatch) -> None:
+        self.launcher = launcher
         self.watch = watch
         #: Enters the next world as ``init()`` has entered the first; None: there was none yet.
         self.rejoin: Callable[[], None] | None = None
@@ -72,7 +80,7 @@ class Process:
         self.progress_made = b""
         self._timeline: tracing.Carried | None = None  # of the last world, for the next one
         #: Collectives before the first elastic function.
-        self.prologue = Prologue(seat.published)
+        self.prologue = Prologue(launcher.published)
         self._has_published = False
         current.on_leave(self._remember)
 
@@ -103,7 +111,7 @@ class Process:
         The launcher's reply has the call that the others were in when they requested a place. No rank passes
         the first exchange of a call before all ranks are in it.
         """
-        return self.call < self.seat.reply.call
+        return self.call < self.launcher.reply.call
 
     def begin_call(self, number: int) -> None:
         """The program has called an outermost elastic function, also where it is skipped.
@@ -126,23 +134,23 @@ class Process:
         if self.call and world.placement.rank == 0 and not self._has_published:
             self._has_published = True
             with suppress(StoreError):  # the next place request fails, too
-                self.seat.publish(self.prologue.encoded())
+                self.launcher.publish(self.prologue.encoded())
 
     def next_place(self) -> PlaceReply:
         """Wait for a place in the next world; raises SystemExit where there is none."""
         flags = self._connected, self._progressed, self._failure
-        former = self.seat.reply
+        former = self.launcher.reply
         request = PlaceRequest(former.generation, *flags, self.call, self._sets, self._dead, self.commits)
         try:
             if self.watch.fault:
                 raise StoreError(self.watch.fault)
-            reply = self.seat.next_place(request, current.prepare)
+            reply = self.launcher.next_place(request, current.prepare)
         except SystemExit:
             if (timeline := self.take_timeline()) is not None:
                 timeline.file.close()
-            last = self.seat.reply
-            if last.leaves and former.generation and self.seat.member in last.members:
-                rank, size = last.members.index(self.seat.member), len(last.members)
+            last = self.launcher.reply
+            if last.leaves and former.generation and self.launcher.member in last.members:
+                rank, size = last.members.index(self.launcher.member), len(last.members)
                 leaving.run_callbacks(leaving.Leave(rank, size, everyone=last.leaves == "all"))
             raise
         except StoreError as error:
@@ -198,7 +206,7 @@ class Process:
         world = current.find()
         if world is None:
             return False
-        if world.placement.rank == 0 and self.seat.has_notice():
+        if world.placement.rank == 0 and self.launcher.has_notice():
             if world.placement.size == 1:
                 return True  # at once: there may be no further operation
             world.engine.notify(_NOTICE)
@@ -243,7 +251,7 @@ class Process:
             The ranks of all process sets, and the number of each of those objects; None: all its members are
             lost. In the first world they are as they were.
         """
-        reply = self.seat.reply
+        reply = self.launcher.reply
         listed = reply.sets or lists
         unique = [ranks for i, ranks in enumerate(listed) if ranks and ranks not in listed[:i]]
         self._numbers = [1 + unique.index(ranks) if ranks else None for ranks in listed]
@@ -275,7 +283,7 @@ class Process:
 
     def _remember(self, world: World) -> None:
         """Before a world ends, record its dead ranks and its process sets as member numbers."""
-        members = self.seat.reply.members
+        members = self.launcher.reply.members
         self._dead = [members[rank] for rank in world.engine.dead_here]
         sets = dict(world.engine.process_sets())
         for place, number in enumerate(self._numbers):
@@ -296,11 +304,13 @@ def find() -> Process | None:
     return _process
 
 
-def take_seat(make: Callable[[], Seat], make_watch: Callable[[Seat], LauncherWatch]) -> Process:
+def become_member(
+    make: Callable[[], LauncherConnection], make_watch: Callable[[LauncherConnection], LauncherWatch]
+) -> Process:
     """This process as a member, which is made by the first call; raises what the functions do."""
     global _process
     if _process is None:
-        seat = make()
-        _process = Process(seat, make_watch(seat))
+        launcher = make()
+        _process = Process(launcher, make_watch(launcher))
         leaving.handle_sigterm(_process.watch)
     return _process

@@ -122,7 +122,7 @@ class State:
                 self._commit()  # the next world may fail before it has sent these values
             if member.meet("elastic.boundary"):
                 self._at_boundary()
-                self._boundary = member.seat.reply.generation, self._checks
+                self._boundary = member.launcher.reply.generation, self._checks
             raise HostsUpdatedInterrupt
 
     def _at_boundary(self) -> None:
@@ -297,7 +297,7 @@ class ObjectState(State):
 
     def _nothing_kept(self) -> None:
         """Called if no rank has a commit: in the first world, or after the loss of all that had the state."""
-        if (member := process.find()) is not None and member.seat.reply.state_lost and self._rank() == 0:
+        if (member := process.find()) is not None and member.launcher.reply.state_lost and self._rank() == 0:
             member.send_message(
                 "all processes that had the committed state were lost; it starts from its initial values"
             )

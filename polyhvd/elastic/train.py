@@ -146,7 +146,7 @@ def _train(
         )
     training = Training(state, position_of(data), **options)
     if (member := process.find()) is not None:
-        training.position._require_rows_for(member.seat.reply.max_size)
+        training.position._require_rows_for(member.launcher.reply.max_size)
     shown = Progress(epochs, enabled=progress)
 
     def go_on(training: Training) -> None:
@@ -409,7 +409,7 @@ class Training(ObjectState):
 
     def _nothing_kept(self) -> None:
         member = process.find()
-        if member is None or not (policy := member.seat.reply.state_lost):
+        if member is None or not (policy := member.launcher.reply.state_lost):
             return
         lost = "all processes that had the trained state were lost, and there is no checkpoint"
         if policy == "restart":

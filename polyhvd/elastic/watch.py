@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 
 from polyhvd.elastic.pace import SlowRank
-from polyhvd.elastic.places import Seat, lost_scope, slow_scope
+from polyhvd.elastic.places import LauncherConnection, lost_scope, slow_scope
 from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime.world import World
@@ -38,14 +38,14 @@ class LauncherWatch:
 
     Args:
         store: a connection that this object now owns.
-        seat: of this process, with a separate connection. The launcher is gone when both have lost it.
+        launcher: of this process, with a separate connection. The launcher is gone when both have lost it.
         silence_s: the launcher is given up after so many seconds of silence.
     """
 
-    def __init__(self, store: ConnectedStore, seat: Seat, silence_s: float = 0.0) -> None:
+    def __init__(self, store: ConnectedStore, launcher: LauncherConnection, silence_s: float = 0.0) -> None:
         self._store = store
-        self._seat, self._silence_s = seat, silence_s
-        self._member = seat.member
+        self._launcher, self._silence_s = launcher, silence_s
+        self._member = launcher.member
         self._wake, self._alarm = os.pipe()
         os.set_blocking(self._alarm, False)
         os.set_blocking(self._wake, False)
@@ -96,7 +96,7 @@ class LauncherWatch:
             if not self._is_launcher_gone():
                 return  # this process continues without a watch
             self.fault = str(error)
-            self._seat.hang_up()
+            self._launcher.hang_up()
             if (world := self._present()) is not None:
                 world.engine.abort(str(error))
 
@@ -137,7 +137,7 @@ class LauncherWatch:
     def _is_launcher_gone(self) -> bool:
         """Whether the other connection has lost the launcher, too, which may take a moment to show."""
         until = time.monotonic() + _MOMENT_S
-        while not (is_silent := self._seat.is_silent(self._silence_s)) and time.monotonic() < until:
+        while not (is_silent := self._launcher.is_silent(self._silence_s)) and time.monotonic() < until:
             time.sleep(_MOMENT_S / 20)
         return is_silent
 

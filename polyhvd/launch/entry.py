@@ -97,7 +97,7 @@ class _Entry:
             store,
             lists,
             met_by_mpi=job,
-            member=None if member is None else member.seat.member,
+            member=None if member is None else member.launcher.member,
             counted=None if member is None else member.counted,
             prologue=None if member is None else member.prologue,
         )
@@ -149,7 +149,7 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
             if (
                 tried == _WORLDS_TRIED
                 or member is None
-                or member.seat.reply.generation == 0
+                or member.launcher.reply.generation == 0
                 or isinstance(error, RankMismatchError)
             ):
                 raise

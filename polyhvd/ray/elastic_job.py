@@ -154,7 +154,7 @@ class ElasticJob:
         """Ask Ray for an actor."""
         workers = self._workers
         node = next((node for node in ray.nodes() if host.name == node["NodeID"]), None)
-        seat = Launched(
+        launched = Launched(
             rendezvous=self.rendezvous.endpoint,
             secret=self._secret,
             member=member,
@@ -180,7 +180,7 @@ class ElasticJob:
         self._processes[member] = _Process(actor, host.name, start_by)
         self._watch(member, actor.ready.remote(), has_ended=False)
         self._watch(
-            member, actor.work.remote(seat, gpus, dict(workers.variables), workers.call), has_ended=True
+            member, actor.work.remote(launched, gpus, dict(workers.variables), workers.call), has_ended=True
         )
 
     def kill_member(self, member: int) -> None:

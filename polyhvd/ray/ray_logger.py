@@ -37,17 +37,17 @@ def log(info_dict: Any, chief_only: bool = True) -> None:
 
         polyhvd.ray.ray_logger.log({"epoch": state.epoch, "loss": loss})
     """
-    seat = RAY.elastic_seat
-    if seat is None:
+    launched = RAY.elastic_launched
+    if launched is None:
         _LOG.warning("ray_logger.log(): this process is not a rank of an elastic executor")
         return
     world = current.find()
     if chief_only and (world is None or world.placement.rank != 0):
         return
-    number, deadline = seat.member or 0, time.monotonic() + _TIMEOUT_S
+    number, deadline = launched.member or 0, time.monotonic() + _TIMEOUT_S
     value = bytes(ray.cloudpickle.dumps(info_dict))
-    secret = parse_secret(seat.secret)
-    with Client(seat.rendezvous, secret, rank=number, generation=0, deadline=deadline) as client:
+    secret = parse_secret(launched.secret)
+    with Client(launched.rendezvous, secret, rank=number, generation=0, deadline=deadline) as client:
         client.put(LOGGED, number, value)
         client.forget(LOGGED, number)
         client.gather(f"{LOGGED}/{number}", 1, _TIMEOUT_S, own=(0, b""))  # answered after it has arrived

@@ -95,19 +95,19 @@ class ElasticWorker:
     def ready(self) -> None:
         """Return when Ray has started the actor."""
 
-    def work(self, seat: Launched, node_gpus: int, variables: Mapping[str, str], call: Call) -> Outcome:
+    def work(self, launched: Launched, node_gpus: int, variables: Mapping[str, str], call: Call) -> Outcome:
         """Call the job's function.
 
         Args:
-            seat: where the driver of the job is, the job's secret, and the number of this process.
+            launched: where the driver of the job is, the job's secret, and the number of this process.
             node_gpus: number of GPUs of this node.
             variables: to set in the environment.
             call: the function.
         """
         RAY.set_variables(variables)
         own = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
-        RAY.join_elastic(_ActorProvider(seat, tuple(own), node_gpus), seat)
-        number = seat.member or 0
+        RAY.join_elastic(_ActorProvider(launched, tuple(own), node_gpus), launched)
+        number = launched.member or 0
         function, args, kwargs = call
         try:
             value = function(*args, **kwargs)
@@ -176,9 +176,9 @@ def _progress() -> bytes:
 
 def _last_place(number: int) -> tuple[int, int, int]:
     member = process.find()
-    if member is None or number not in member.seat.reply.members:
+    if member is None or number not in member.launcher.reply.members:
         return 0, number, 1
-    reply = member.seat.reply
+    reply = member.launcher.reply
     return reply.generation, reply.members.index(number), len(reply.members)
 
 

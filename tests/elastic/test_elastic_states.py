@@ -223,7 +223,7 @@ def test_interrupt_is_raised_by_the_same_commit_on_all_ranks_and_undoes_nothing(
 class Awaited:
     """A member whose world is to come to a boundary."""
 
-    seat = SimpleNamespace(reply=SimpleNamespace(generation=1))
+    launcher = SimpleNamespace(reply=SimpleNamespace(generation=1))
 
     def step(self) -> None: ...
 

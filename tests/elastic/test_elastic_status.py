@@ -15,7 +15,7 @@ from launching import DEADLINE_S, Launcher, wait_until
 from test_leaving import Job
 from test_membership import running
 
-from polyhvd.elastic.membership import Fate, Limits, Membership
+from polyhvd.elastic.membership import ExitKind, Limits, Membership
 from polyhvd.launch.elastic.account import Account
 
 
@@ -68,7 +68,7 @@ def test_wait_is_printed_once_when_it_has_lasted_and_others_not_at_once() -> Non
     account = Account(membership)
     assert account.look(5.0) == ""
     assert account.next_at(5.0) == float("inf"), "a job that trains has nothing to print"
-    membership.ended(2, Fate.LOST, 10.0, why="process 2 on a was killed by SIGSEGV")
+    membership.ended(2, ExitKind.LOST, 10.0, why="process 2 on a was killed by SIGSEGV")
     membership.request(0, 1, 10.0, connected=True, progressed=True)
     membership.request(1, 1, 10.0, connected=True, progressed=True)
     assert account.look(10.0) == ""
@@ -77,7 +77,7 @@ def test_wait_is_printed_once_when_it_has_lasted_and_others_not_at_once() -> Non
         "waits for slot 2 of a: it is not used after 1 failure for 97 s more"
     )
     assert account.look(14.0) == ""
-    membership.ended(1, Fate.LOST, 15.0, why="process 1 on a was killed by SIGSEGV")
+    membership.ended(1, ExitKind.LOST, 15.0, why="process 1 on a was killed by SIGSEGV")
     assert account.look(15.0) == ""
     assert account.next_at(15.0) == 23.0
     assert account.look(23.0).startswith("waits for slot 1 of a: ")
@@ -87,7 +87,7 @@ def test_wait_is_printed_once_when_it_has_lasted_and_others_not_at_once() -> Non
 def test_status_does_not_take_the_sentence_from_the_user() -> None:
     membership = running(Limits(2, 2, 2, cooldown_s=(100.0, 100.0)), {"a": 2})
     account = Account(membership)
-    membership.ended(1, Fate.LOST, 10.0)
+    membership.ended(1, ExitKind.LOST, 10.0)
     account.look(10.0)
     account.situation(set(), None, 13.0)
     assert account.look(13.0)

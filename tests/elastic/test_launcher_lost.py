@@ -12,7 +12,7 @@ import pytest
 
 from polyhvd.elastic import process
 from polyhvd.elastic.limits import RESUME_STATUS
-from polyhvd.elastic.places import Seat
+from polyhvd.elastic.places import LauncherConnection
 from polyhvd.elastic.watch import LauncherWatch
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.client import Client
@@ -57,9 +57,9 @@ def member_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Server], pr
         store, watching = connected(server), connected(server)
         store.probe(SILENCE_S)
         watching.give_up_after(SILENCE_S)
-        seat = Seat(store, 0)
-        watches.append(LauncherWatch(watching, seat, SILENCE_S))
-        return process.Process(seat, watches[-1])
+        launcher = LauncherConnection(store, 0)
+        watches.append(LauncherWatch(watching, launcher, SILENCE_S))
+        return process.Process(launcher, watches[-1])
 
     yield member_of
     for watch in watches:

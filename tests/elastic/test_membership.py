@@ -12,7 +12,7 @@ from polyhvd.elastic.membership import (
     Action,
     Dismiss,
     End,
-    Fate,
+    ExitKind,
     Finish,
     Form,
     Limits,
@@ -69,7 +69,7 @@ def test_first_world_is_smaller_where_hosts_have_fewer_slots() -> None:
 
 def test_survivors_go_on_without_the_lost_and_have_the_machine_to_themselves_for_a_moment() -> None:
     membership = running(Limits(3, 2, 3), {"a": 3})
-    assert membership.ended(1, Fate.LOST, 10.0) == [Lose(1, 1)]
+    assert membership.ended(1, ExitKind.LOST, 10.0) == [Lose(1, 1)]
     assert ask_all(membership, (0,), 1, 10.0) == []
     assert formed(ask_all(membership, (2,), 1, 10.0)) == [(0, 2)]
     assert membership.next_at(10.0) == 10.5
@@ -79,7 +79,7 @@ def test_survivors_go_on_without_the_lost_and_have_the_machine_to_themselves_for
 
 def test_lost_member_is_replaced_at_once_where_the_others_are_too_few() -> None:
     membership = running(Limits(3, 3, 3), {"a": 3})
-    assert membership.ended(1, Fate.LOST, 10.0) == [Lose(1, 1), Start(3, "a", 1)]
+    assert membership.ended(1, ExitKind.LOST, 10.0) == [Lose(1, 1), Start(3, "a", 1)]
 
 
 def test_spare_takes_the_place_and_ranks_stay_with_the_oldest() -> None:
@@ -91,13 +91,13 @@ def test_spare_takes_the_place_and_ranks_stay_with_the_oldest() -> None:
     membership.hosts_are({"a": 3}, 0.0)
     for number in range(4):
         membership.request(number, 0, 0.0)
-    membership.ended(0, Fate.LOST, 10.0)
+    membership.ended(0, ExitKind.LOST, 10.0)
     assert formed(ask_all(membership, (1, 2), 1, 10.0)) == [(1, 2, 3)]
 
 
 def test_newcomer_is_admitted_when_the_world_comes_to_a_boundary() -> None:
     membership = running(Limits(3, 2, 3), {"a": 3})
-    membership.ended(1, Fate.LOST, 10.0)
+    membership.ended(1, ExitKind.LOST, 10.0)
     ask_all(membership, (0, 2), 1, 10.0)
     assert started(membership.time_is(11.0)) == [3]
     assert membership.request(3, 0, 12.0) == [Notify(2)]
@@ -107,26 +107,26 @@ def test_newcomer_is_admitted_when_the_world_comes_to_a_boundary() -> None:
 
 def test_slot_rests_longer_with_each_failure_and_its_host_does_not() -> None:
     membership = running(Limits(2, 1, 2, cooldown_s=(4.0, 10.0)), {"a": 2})
-    assert started(membership.ended(1, Fate.LOST, 10.0)) == []
+    assert started(membership.ended(1, ExitKind.LOST, 10.0)) == []
     ask_all(membership, (0,), 1, 10.0)
     assert membership.next_at(10.0) == 14.0
     assert membership.time_is(14.0) == [Start(2, "a", 1)]
-    assert started(membership.ended(2, Fate.LOST, 15.0)) == []
+    assert started(membership.ended(2, ExitKind.LOST, 15.0)) == []
     assert membership.next_at(15.0) == 23.0
     assert membership.time_is(23.0) == [Start(3, "a", 1)]
-    assert started(membership.ended(3, Fate.LOST, 24.0)) == []
+    assert started(membership.ended(3, ExitKind.LOST, 24.0)) == []
     assert membership.next_at(24.0) == 34.0  # at most
-    assert started(membership.ended(0, Fate.LOST, 25.0)) == []  # its slot rests for 4 s
+    assert started(membership.ended(0, ExitKind.LOST, 25.0)) == []  # its slot rests for 4 s
     assert membership.time_is(29.0) == [Start(4, "a", 0)]
 
 
-def kill_and_replace(membership: Membership, fate: Fate, *, progressed: bool) -> list[float]:
+def kill_and_replace(membership: Membership, exit_kind: ExitKind, *, progressed: bool) -> list[float]:
     """Lose the last rank of a world of two, ten times, four seconds apart: how long each slot rests."""
     world, waits = (0, 1), []
     for generation in range(1, 11):
         now = 4.0 * generation
         actions = membership.request(world[0], generation, now, connected=True, progressed=progressed)
-        actions += membership.ended(world[1], fate, now)
+        actions += membership.ended(world[1], exit_kind, now)
         while not started(actions):
             due = membership.next_at(now)
             actions += membership.time_is(due)
@@ -138,30 +138,30 @@ def kill_and_replace(membership: Membership, fate: Fate, *, progressed: bool) ->
 
 
 def test_slot_whose_ranks_are_killed_in_worlds_that_get_on_does_not_rest() -> None:
-    waits = kill_and_replace(running(Limits(2, 2, 2), {"a": 2}), Fate.KILLED, progressed=True)
+    waits = kill_and_replace(running(Limits(2, 2, 2), {"a": 2}), ExitKind.KILLED, progressed=True)
     assert max(waits) == 0.0
 
 
 @pytest.mark.parametrize("limits", [Limits(2, 2, 2), Limits(2, 2, 2, cooldown_s=(1.0, 60.0))])
 def test_slot_that_crashes_rests_though_its_worlds_get_on(limits: Limits) -> None:
-    waits = kill_and_replace(running(limits, {"a": 2}), Fate.LOST, progressed=True)
+    waits = kill_and_replace(running(limits, {"a": 2}), ExitKind.LOST, progressed=True)
     assert waits[-1] == 60.0
 
 
 def test_rest_that_the_user_asks_for_holds_for_kills_as_well() -> None:
     limits = Limits(2, 2, 2, cooldown_s=(1.0, 60.0))
-    waits = kill_and_replace(running(limits, {"a": 2}), Fate.KILLED, progressed=True)
+    waits = kill_and_replace(running(limits, {"a": 2}), ExitKind.KILLED, progressed=True)
     assert waits[:3] == [1.0, 2.0, 4.0]
 
 
 def test_slot_of_a_killed_rank_is_free_once_a_survivor_says_that_the_world_got_on() -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
-    membership.ended(1, Fate.KILLED, 10.0)
+    membership.ended(1, ExitKind.KILLED, 10.0)
     ask_all(membership, (0,), 1, 10.0)
     (newcomer,) = started(membership.time_is(11.0))
     assert membership.request(newcomer, 0, 12.0) == [Notify(2)]
     assert formed(ask_all(membership, (0,), 2, 12.0)) == [(0, newcomer)]
-    membership.ended(newcomer, Fate.KILLED, 20.0)
+    membership.ended(newcomer, ExitKind.KILLED, 20.0)
     assert membership.next_at(20.0) == 21.0, "the second failure, for all that is known"
     membership.request(0, 3, 20.0, connected=True, progressed=True)
     assert membership.next_at(20.0) == 20.5, "others have the machine to themselves until then"
@@ -177,15 +177,15 @@ def test_spares_are_dismissed_when_all_ranks_have_left_one_by_one() -> None:
     assert [item for item in actions if isinstance(item, Dismiss)] == [Dismiss(1), Dismiss(2)]
     assert membership.request(2, 0, 2.5) == [Dismiss(2)], "it was still starting"
     assert membership.request(0, 1, 3.0) == [Dismiss(0)]
-    membership.ended(1, Fate.WELL, 3.0)
-    membership.ended(2, Fate.WELL, 3.0)
-    (end,) = ends(membership.ended(0, Fate.WELL, 3.0))
+    membership.ended(1, ExitKind.WELL, 3.0)
+    membership.ended(2, ExitKind.WELL, 3.0)
+    (end,) = ends(membership.ended(0, ExitKind.WELL, 3.0))
     assert end.resumable
 
 
 def test_nobody_is_blamable_of_worlds_that_are_long_gone() -> None:
     membership = running(Limits(2, 2, 2), {"a": 2})
-    kill_and_replace(membership, Fate.KILLED, progressed=True)
+    kill_and_replace(membership, ExitKind.KILLED, progressed=True)
     assert membership.blamable == set()
 
 
@@ -196,7 +196,7 @@ def test_first_failure_of_a_slot_costs_nothing_unless_the_user_says_so() -> None
 
 def test_too_few_for_too_long_ends_the_job_which_can_be_resumed() -> None:
     membership = running(Limits(2, 2, 2, timeout_s=30.0, cooldown_s=(100.0, 100.0)), {"a": 2})
-    membership.ended(1, Fate.LOST, 10.0)
+    membership.ended(1, ExitKind.LOST, 10.0)
     assert formed(ask_all(membership, (0,), 1, 11.0)) == []
     assert membership.shortage == ""
     assert membership.next_at(11.0) == 13.0
@@ -205,7 +205,7 @@ def test_too_few_for_too_long_ends_the_job_which_can_be_resumed() -> None:
     assert membership.shortage == "1 process is left, fewer than --min-np 2"
     assert membership.time_is(40.0) == [Dismiss(0)]
     assert membership.leaves_by(0) == "all"
-    (end,) = ends(membership.ended(0, Fate.WELL, 41.0))
+    (end,) = ends(membership.ended(0, ExitKind.WELL, 41.0))
     assert end.resumable
     assert "1 process is left, fewer than --min-np 2, and no more have come within 30 s" in end.reason
     assert membership.over
@@ -224,9 +224,9 @@ def short_of_slots() -> Membership:
 def test_members_that_train_are_asked_to_leave_where_slots_are_too_few_for_too_long() -> None:
     membership = short_of_slots()
     assert ask_all(membership, (0, 1, 2), 1, 41.0) == [Dismiss(0), Dismiss(1), Dismiss(2)]
-    assert ends(membership.ended(0, Fate.WELL, 42.0)) == []
-    membership.ended(1, Fate.WELL, 42.0)
-    (end,) = ends(membership.ended(2, Fate.WELL, 42.0))
+    assert ends(membership.ended(0, ExitKind.WELL, 42.0)) == []
+    membership.ended(1, ExitKind.WELL, 42.0)
+    (end,) = ends(membership.ended(2, ExitKind.WELL, 42.0))
     assert end.resumable
     assert end.reason.startswith("the hosts have 1 slot, fewer than --min-np 2, and no more have come")
 
@@ -241,27 +241,27 @@ def test_members_that_do_not_leave_are_ended_after_a_time() -> None:
 def test_job_that_reaches_its_end_while_its_members_are_to_leave_is_done() -> None:
     membership = short_of_slots()
     for member in (0, 1):
-        assert membership.ended(member, Fate.WELL, 41.0) == []
-    assert membership.ended(2, Fate.WELL, 41.0) == [Finish()]
+        assert membership.ended(member, ExitKind.WELL, 41.0) == []
+    assert membership.ended(2, ExitKind.WELL, 41.0) == [Finish()]
 
 
 def test_member_that_leaves_before_the_end_leaves_the_job_unfinished_though_another_has_ended() -> None:
     membership = short_of_slots()
-    assert membership.ended(0, Fate.WELL, 41.0) == []  # by itself
+    assert membership.ended(0, ExitKind.WELL, 41.0) == []  # by itself
     assert ask_all(membership, (1, 2), 1, 41.0) == [Dismiss(1), Dismiss(2)]
-    membership.ended(1, Fate.WELL, 42.0)
-    (end,) = ends(membership.ended(2, Fate.WELL, 42.0))
+    membership.ended(1, ExitKind.WELL, 42.0)
+    (end,) = ends(membership.ended(2, ExitKind.WELL, 42.0))
     assert end.resumable
 
 
 def test_last_member_does_not_wait_without_limit_where_no_host_is_left() -> None:
     membership = running(Limits(2, 1, 2, timeout_s=30.0), {"a": 2})
-    membership.ended(0, Fate.WELL, 1.0)
+    membership.ended(0, ExitKind.WELL, 1.0)
     membership.hosts_are({}, 2.0)
     assert formed(ask_all(membership, (1,), 1, 3.0)) == []
     assert membership.next_at(5.0) == 32.0
     assert Dismiss(1) in membership.time_is(32.0)
-    (end,) = ends(membership.ended(1, Fate.WELL, 33.0))
+    (end,) = ends(membership.ended(1, ExitKind.WELL, 33.0))
     assert end.resumable
 
 
@@ -279,12 +279,12 @@ def test_state_is_lost_where_none_of_the_next_world_has_committed() -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
     membership.progress()
     for member in (0, 1):
-        membership.ended(member, Fate.KILLED, 10.0)
+        membership.ended(member, ExitKind.KILLED, 10.0)
     actions = [*membership.request(2, 0, 11.0), *membership.request(3, 0, 11.0)]
     assert actions == [Form(2, (2, 3), ("a", "a"), state_lost=True)]
     # It is told once: the job has begun with nothing again.
     for member in (2, 3):
-        membership.ended(member, Fate.KILLED, 20.0)
+        membership.ended(member, ExitKind.KILLED, 20.0)
     assert started(membership.time_is(100.0)) == [4, 5]
     actions = [*membership.request(4, 0, 101.0), *membership.request(5, 0, 101.0)]
     assert actions == [Form(3, (4, 5), ("a", "a"))]
@@ -294,7 +294,7 @@ def test_state_is_lost_where_none_of_the_next_world_has_committed() -> None:
 def test_state_is_kept_by_a_survivor_though_it_has_committed_less_than_the_lost(commits: int) -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
     membership.progress()
-    membership.ended(1, Fate.KILLED, 10.0)
+    membership.ended(1, ExitKind.KILLED, 10.0)
     actions = membership.request(0, 1, 10.0, connected=True, commit=(1, commits))
     (form,) = [action for action in actions if isinstance(action, Form)]
     assert not form.state_lost
@@ -304,41 +304,41 @@ def test_programs_that_end_well_without_a_world_are_not_started_again() -> None:
     membership = Membership(Limits(2, 2, 4))
     first = started(membership.hosts_are({"a": 4}, 0.0))
     for member in first[:-1]:
-        assert membership.ended(member, Fate.WELL, 1.0) == []
-    assert membership.ended(first[-1], Fate.WELL, 1.0) == [Finish()]
+        assert membership.ended(member, ExitKind.WELL, 1.0) == []
+    assert membership.ended(first[-1], ExitKind.WELL, 1.0) == [Finish()]
 
 
 def test_failure_of_the_program_s_own_ends_the_job() -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
-    assert membership.ended(1, Fate.FAILED, 10.0) == [End("", 1)]
+    assert membership.ended(1, ExitKind.FAILED, 10.0) == [End("", 1)]
 
 
 def test_program_that_cannot_be_started_ends_the_job() -> None:
     membership = Membership(Limits(2, 1, 2))
     membership.hosts_are({"a": 2}, 0.0)
-    assert membership.ended(0, Fate.UNSTARTABLE, 0.0) == [End("", 0)]
+    assert membership.ended(0, ExitKind.UNSTARTABLE, 0.0) == [End("", 0)]
 
 
 def test_two_worlds_in_a_row_that_fail_before_a_commit_end_the_job_with_the_first_cause() -> None:
     membership = running(Limits(3, 1, 3), {"a": 3})
-    membership.ended(2, Fate.LOST, 1.0)
+    membership.ended(2, ExitKind.LOST, 1.0)
     membership.request(0, 1, 1.0, connected=True)
     assert formed(membership.request(1, 1, 1.0, connected=True)) == [(0, 1)]
-    membership.ended(1, Fate.LOST, 2.0)
+    membership.ended(1, ExitKind.LOST, 2.0)
     (end,) = ends(membership.request(0, 2, 2.0, connected=True))
     assert (end.cause, end.resumable) == (2, False)
     assert end.reason == "2 worlds in a row have failed before a commit"
 
 
-def kill_in_recoveries(fates: list[Fate]) -> list[End]:
+def kill_in_recoveries(kinds: list[ExitKind]) -> list[End]:
     """A world after the other loses its last member before anybody has committed; a spare takes the place."""
     membership = Membership(Limits(2, 2, 2, spares=1, cooldown_s=(0.0, 0.0)))
     membership.hosts_are({"a": 2}, 0.0)
     world: tuple[int, ...] = formed([a for number in range(3) for a in membership.request(number, 0, 0.0)])[0]
     found: list[End] = []
-    for generation, fate in enumerate(fates, 1):
+    for generation, exit_kind in enumerate(kinds, 1):
         new = [n for n in range(100) if membership.has(n) and n not in world]
-        actions = membership.ended(world[1], fate, float(generation))
+        actions = membership.ended(world[1], exit_kind, float(generation))
         for number in (*new, *started(actions)):
             actions += membership.request(number, 0, float(generation))
         actions += membership.request(world[0], generation, float(generation), connected=True)
@@ -349,26 +349,26 @@ def kill_in_recoveries(fates: list[Fate]) -> list[End]:
 
 
 def test_kills_from_outside_in_recoveries_do_not_end_the_job_before_there_are_many() -> None:
-    assert kill_in_recoveries(9 * [Fate.KILLED]) == []
-    (end,) = kill_in_recoveries(10 * [Fate.KILLED])
+    assert kill_in_recoveries(9 * [ExitKind.KILLED]) == []
+    (end,) = kill_in_recoveries(10 * [ExitKind.KILLED])
     assert end == End("10 worlds in a row have failed before a commit", 1)
 
 
 def test_crashes_between_kills_end_the_job_with_the_first_of_them() -> None:
-    (end,) = kill_in_recoveries([Fate.KILLED, Fate.LOST, Fate.KILLED, Fate.LOST])
+    (end,) = kill_in_recoveries([ExitKind.KILLED, ExitKind.LOST, ExitKind.KILLED, ExitKind.LOST])
     assert (end.cause, end.reason[:2]) == (2, "4 ")
 
 
 def test_world_that_was_never_whole_does_not_count() -> None:
     membership = running(Limits(3, 1, 3), {"a": 3})
-    membership.ended(2, Fate.LOST, 1.0)
+    membership.ended(2, ExitKind.LOST, 1.0)
     membership.request(0, 1, 1.0, connected=True)
     membership.request(1, 1, 1.0, connected=True)
     (newcomer,) = started(membership.time_is(2.0))
     membership.request(newcomer, 0, 200.0)
     membership.request(0, 2, 200.0, connected=True, progressed=True)
     assert formed(membership.request(1, 2, 200.0)) == [(0, 1, newcomer)]
-    assert membership.ended(newcomer, Fate.LOST, 201.0)[0] == Lose(3, newcomer)  # while it joins
+    assert membership.ended(newcomer, ExitKind.LOST, 201.0)[0] == Lose(3, newcomer)  # while it joins
     membership.request(0, 3, 301.0)
     assert formed(membership.request(1, 3, 301.0)) == [(0, 1)]
 
@@ -381,7 +381,7 @@ def test_world_that_got_on_does_not_wait_for_the_end_of_who_was_seen_dead() -> N
     assert membership.request(0, 1, 10.0, progressed=True, dead=[2]) == []
     assert membership.request(1, 1, 10.0) == [Form(2, (0, 1, 3), ("a", "a", "a"))]
     assert membership.staying == {0, 1, 2, 3}, "its slot is not free before it has ended"
-    assert membership.ended(2, Fate.KILLED, 10.1) == []
+    assert membership.ended(2, ExitKind.KILLED, 10.1) == []
     assert membership.replaced == 1
     assert membership.time_is(10.5) == [], "the others have the machine to themselves"
     assert membership.time_is(10.6) == [Start(4, "a", 2)]
@@ -391,15 +391,15 @@ def test_member_that_was_seen_dead_may_have_failed_of_its_own() -> None:
     membership = running(Limits(3, 2, 3), {"a": 3})
     membership.request(0, 1, 10.0, progressed=True, dead=[2])
     assert formed(membership.request(1, 1, 10.0, dead=[2])) == [(0, 1)]
-    assert membership.ended(2, Fate.FAILED, 10.1) == [End("", 2)]
+    assert membership.ended(2, ExitKind.FAILED, 10.1) == [End("", 2)]
 
 
 def test_member_that_was_seen_dead_may_be_done() -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
     assert formed(membership.request(0, 1, 10.0, progressed=True, dead=[1])) == [(0,)]
-    assert membership.ended(1, Fate.WELL, 10.1) == []
+    assert membership.ended(1, ExitKind.WELL, 10.1) == []
     assert membership.time_is(99.0) == [], "nobody takes its place"
-    assert membership.ended(0, Fate.WELL, 100.0) == [Finish()]
+    assert membership.ended(0, ExitKind.WELL, 100.0) == [Finish()]
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_end_of_who_was_seen_dead_is_waited_for_where_it_decides(limits: Limits,
     membership = running(limits, {"a": 3})
     membership.request(0, 1, 10.0, progressed=progressed, dead=[2])
     assert membership.request(1, 1, 10.0, progressed=progressed, dead=[2]) == []
-    actions = membership.ended(2, Fate.LOST, 10.1)
+    actions = membership.ended(2, ExitKind.LOST, 10.1)
     assert actions[0] == Lose(1, 2)
     assert [type(action) for action in actions[1:]] in ([Form], [Start], [End])
 
@@ -425,9 +425,9 @@ def test_nobody_goes_on_for_survivors_who_are_lost_as_well() -> None:
     for number in range(4):
         membership.request(number, 0, 0.0)
     assert membership.request(0, 1, 10.0, progressed=True, dead=[1]) == []
-    assert formed(membership.ended(0, Fate.KILLED, 10.1)) == []
-    assert formed(membership.ended(2, Fate.KILLED, 10.1)) == [], "nobody is left who has seen it"
-    assert formed(membership.ended(1, Fate.KILLED, 10.1)) == [(3,)], "the spare begins anew"
+    assert formed(membership.ended(0, ExitKind.KILLED, 10.1)) == []
+    assert formed(membership.ended(2, ExitKind.KILLED, 10.1)) == [], "nobody is left who has seen it"
+    assert formed(membership.ended(1, ExitKind.KILLED, 10.1)) == [(3,)], "the spare begins anew"
 
 
 def test_member_that_others_took_for_dead_is_dismissed_if_they_have_gone_on() -> None:
@@ -438,14 +438,14 @@ def test_member_that_others_took_for_dead_is_dismissed_if_they_have_gone_on() ->
     membership.request(0, 2, 20.0, progressed=True, dead=[2])
     assert formed(membership.request(1, 2, 20.0)) == [(0, 1)]
     assert membership.request(2, 2, 20.1) == [Dismiss(2)]
-    assert membership.ended(2, Fate.WELL, 20.2) == [Start(3, "a", 2)]
+    assert membership.ended(2, ExitKind.WELL, 20.2) == [Start(3, "a", 2)]
 
 
 def test_reset_limit_ends_the_job() -> None:
     membership = running(Limits(3, 1, 3, reset_limit=1), {"a": 3})
-    membership.ended(2, Fate.LOST, 1.0)
+    membership.ended(2, ExitKind.LOST, 1.0)
     assert formed(ask_all(membership, (0, 1), 1, 1.0)) == [(0, 1)]
-    membership.ended(1, Fate.LOST, 2.0)
+    membership.ended(1, ExitKind.LOST, 2.0)
     (end,) = ends(ask_all(membership, (0,), 2, 2.0))
     assert end == End("the world has changed 2 times, and --reset-limit is 1", 1)
 
@@ -460,28 +460,28 @@ def test_member_of_a_host_that_is_gone_leaves_at_a_boundary() -> None:
     actions = ask_all(membership, (0, 1, 2, 3), 2, 5.0)
     assert formed(actions) == [(2, 3)]
     assert [action for action in actions if isinstance(action, Dismiss)] == [Dismiss(0), Dismiss(1)]
-    assert membership.ended(0, Fate.WELL, 6.0) == []
+    assert membership.ended(0, ExitKind.WELL, 6.0) == []
 
 
 def test_job_is_done_when_all_of_its_world_are_and_spares_end_then() -> None:
     membership = running(Limits(2, 1, 2, spares=1), {"a": 2})
-    assert membership.ended(0, Fate.WELL, 1.0) == []
-    assert membership.ended(1, Fate.WELL, 2.0) == [Finish()]
+    assert membership.ended(0, ExitKind.WELL, 1.0) == []
+    assert membership.ended(1, ExitKind.WELL, 2.0) == [Finish()]
     assert membership.over
 
 
 def test_member_that_is_killed_when_the_others_are_done_fails_the_job() -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
-    membership.ended(0, Fate.WELL, 1.0)
-    actions = membership.ended(1, Fate.LOST, 2.0)
+    membership.ended(0, ExitKind.WELL, 1.0)
+    actions = membership.ended(1, ExitKind.LOST, 2.0)
     assert ends(actions) == [End("", 1)]
 
 
 def test_program_without_init_is_done_when_its_processes_are() -> None:
     membership = Membership(Limits(2, 1, 2))
     membership.hosts_are({"a": 2}, 0.0)
-    assert membership.ended(0, Fate.WELL, 1.0) == []
-    assert membership.ended(1, Fate.WELL, 1.0) == [Finish()]
+    assert membership.ended(0, ExitKind.WELL, 1.0) == []
+    assert membership.ended(1, ExitKind.WELL, 1.0) == [Finish()]
 
 
 @pytest.mark.parametrize(
@@ -616,10 +616,12 @@ class Course:
             else:
                 del self.living[member]
                 self.asking.discard(member)
-                lost = data.draw(st.sampled_from([Fate.LOST, Fate.KILLED])) if kind == "lose" else None
-                fate = lost or Fate.WELL
-                self.finishing |= fate is Fate.WELL and member in self.world
-                self.do(self.membership.ended(member, fate, self.now))
+                lost = (
+                    data.draw(st.sampled_from([ExitKind.LOST, ExitKind.KILLED])) if kind == "lose" else None
+                )
+                exit_kind = lost or ExitKind.WELL
+                self.finishing |= exit_kind is ExitKind.WELL and member in self.world
+                self.do(self.membership.ended(member, exit_kind, self.now))
 
     def _refuse(self, host: str, *, more_hosts_may_come: bool) -> None:
         """Nothing can be started on a host: its processes that were never heard of are none."""
@@ -639,7 +641,7 @@ class Course:
                     self.do(self.membership.request(member, self.place[member], self.now))
                     del self.living[member]
                     self.asking.discard(member)
-                    self.do(self.membership.ended(member, Fate.WELL, self.now))
+                    self.do(self.membership.ended(member, ExitKind.WELL, self.now))
                     if self.ended:
                         return
                     continue
@@ -705,7 +707,7 @@ def test_host_that_is_unfit_rests_longer_each_time_and_others_form_the_world() -
     assert membership.time_is(16.9) == []
     assert membership.time_is(17.0) == [Start(4, "b", 0)]
     membership.request(4, 0, 18.0)
-    membership.ended(4, Fate.LOST, 19.0)
+    membership.ended(4, ExitKind.LOST, 19.0)
     membership.host_unfit("b", 20.0)
     assert membership.time_is(25.0) == [Start(6, "b", 0)]  # it had been fit meanwhile
 
@@ -737,7 +739,7 @@ def test_member_that_leaves_is_in_no_further_world_and_its_slot_stays_empty() ->
     actions = ask_all(membership, (0, 1, 2), 1, 2.0)
     assert actions == [Form(2, (1, 2), ("a", "a")), Dismiss(0)]
     assert membership.departed_world(0) == [0, 1, 2]
-    assert membership.ended(0, Fate.WELL, 3.0) == []
+    assert membership.ended(0, ExitKind.WELL, 3.0) == []
     assert membership.next_at(3.0) == float("inf")
 
 
@@ -751,7 +753,7 @@ def test_member_that_leaves_is_replaced_where_too_few_would_be_left() -> None:
     membership = running(Limits(2, 2, 2), {"a": 2})
     assert membership.leaves([1], 1.0) == [Notify(1)]
     assert ask_all(membership, (0, 1), 1, 2.0) == [Dismiss(1)]
-    assert membership.ended(1, Fate.WELL, 3.0) == [Start(2, "a", 1)]
+    assert membership.ended(1, ExitKind.WELL, 3.0) == [Start(2, "a", 1)]
     assert formed(membership.request(2, 0, 4.0)) == [(0, 2)]
 
 
@@ -759,7 +761,7 @@ def test_host_that_leaves_is_used_again_when_it_is_listed_anew() -> None:
     membership = running(Limits(2, 1, 2), {"a": 1, "b": 1})
     assert membership.host_leaves("b", 1.0) == [Notify(1)]
     assert formed(ask_all(membership, (0, 1), 1, 2.0)) == [(0,)]
-    membership.ended(1, Fate.WELL, 3.0)
+    membership.ended(1, ExitKind.WELL, 3.0)
     assert membership.hosts_are({"a": 1, "b": 1}, 4.0) == []
     assert membership.hosts_are({"a": 1}, 5.0) == []
     assert membership.hosts_are({"a": 1, "b": 1}, 6.0) == [Start(2, "b", 0)]
@@ -779,7 +781,7 @@ def test_where_the_only_one_to_stay_is_lost_all_leave() -> None:
     membership.request(3, 0, 1.0)
     membership.leaves([1, 2], 1.0)
     assert not membership.all_are_leaving
-    membership.ended(0, Fate.KILLED, 2.0)
+    membership.ended(0, ExitKind.KILLED, 2.0)
     assert membership.all_are_leaving
     assert ask_all(membership, (1, 2), 1, 3.0) == [Dismiss(1), Dismiss(2)]
     assert membership.departed_world(2) == [1, 2]
@@ -790,7 +792,7 @@ def survivors_of_rank_0(*commits: tuple[int, int]) -> Membership:
     """Rank 0 of a world is lost, and the others have asked for a place. These are their last commits."""
     size = 1 + len(commits)
     membership = running(Limits(size, size, size, cooldown_s=(600.0, 600.0)), {"a": size})
-    membership.ended(0, Fate.KILLED, 1.0)
+    membership.ended(0, ExitKind.KILLED, 1.0)
     for member, commit in enumerate(commits, 1):
         asked = membership.request(
             member, 1, 2.0, connected=True, progressed=True, failed=True, commit=commit
@@ -878,23 +880,23 @@ def fail_together(membership: Membership, after: int, now: float) -> list[Action
     return actions + membership.request(1, after, now, connected=True, failed=True, commit=(1, 0))
 
 
-@pytest.mark.parametrize("fate", [Fate.FAILED, Fate.KILLED, Fate.LOST, Fate.WELL])
-def test_world_goes_on_without_a_new_member_that_ends_before_its_function(fate: Fate) -> None:
+@pytest.mark.parametrize("exit_kind", [ExitKind.FAILED, ExitKind.KILLED, ExitKind.LOST, ExitKind.WELL])
+def test_world_goes_on_without_a_new_member_that_ends_before_its_function(exit_kind: ExitKind) -> None:
     membership = joined(Limits(2, 2, 3), {"a": 2})
-    assert not ends(membership.ended(2, fate, 3.0, has_begun=False))
+    assert not ends(membership.ended(2, exit_kind, 3.0, has_begun=False))
     assert formed(fail_together(membership, 2, 3.0)) == [(0, 1)]
-    membership.ended(0, Fate.WELL, 4.0)
-    assert membership.ended(1, Fate.WELL, 4.0) == [Finish()]
+    membership.ended(0, ExitKind.WELL, 4.0)
+    assert membership.ended(1, ExitKind.WELL, 4.0) == [Finish()]
 
 
 def test_new_member_that_fails_in_its_function_ends_the_job() -> None:
     membership = joined(Limits(2, 2, 3), {"a": 2})
-    assert ends(membership.ended(2, Fate.FAILED, 3.0)) == [End("", 2)]
+    assert ends(membership.ended(2, ExitKind.FAILED, 3.0)) == [End("", 2)]
 
 
 def test_slot_of_a_new_member_that_fails_before_its_function_stays_empty() -> None:
     membership = joined(Limits(2, 2, 3), {"a": 2})
-    membership.ended(2, Fate.FAILED, 3.0, has_begun=False)
+    membership.ended(2, ExitKind.FAILED, 3.0, has_begun=False)
     fail_together(membership, 2, 3.0)
     assert started(membership.time_is(100.0)) == []
 
@@ -902,25 +904,25 @@ def test_slot_of_a_new_member_that_fails_before_its_function_stays_empty() -> No
 def test_slot_whose_new_process_fails_before_it_has_a_place_rests_and_is_tried_again() -> None:
     membership = running(Limits(2, 1, 2, cooldown_s=(5.0, 60.0)), {"a": 2})
     membership.request(0, 1, 1.0, connected=True, progressed=True, failed=True, commit=(1, 0))
-    membership.ended(1, Fate.KILLED, 1.0)
+    membership.ended(1, ExitKind.KILLED, 1.0)
     (number,) = started(membership.time_is(7.0))
-    actions = membership.ended(number, Fate.FAILED, 8.0, has_begun=False)
+    actions = membership.ended(number, ExitKind.FAILED, 8.0, has_begun=False)
     assert (ends(actions), started(actions), started(membership.time_is(17.9))) == ([], [], [])
     assert len(started(membership.time_is(18.0))) == 1
 
 
 def test_process_that_fails_before_it_has_a_place_ends_the_job_where_no_rank_is_left() -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
-    membership.ended(0, Fate.KILLED, 1.0)
-    (number, *_) = started(membership.ended(1, Fate.KILLED, 1.0) + membership.time_is(2.0))
-    assert ends(membership.ended(number, Fate.FAILED, 3.0, has_begun=False)) == [End("", number)]
+    membership.ended(0, ExitKind.KILLED, 1.0)
+    (number, *_) = started(membership.ended(1, ExitKind.KILLED, 1.0) + membership.time_is(2.0))
+    assert ends(membership.ended(number, ExitKind.FAILED, 3.0, has_begun=False)) == [End("", number)]
 
 
 def test_new_members_that_end_before_their_function_do_not_end_the_job_however_many() -> None:
     membership = joined(Limits(2, 2, 3), {"a": 2})
     number, now = 2, 3.0
     for generation in range(2, 20, 2):
-        membership.ended(number, Fate.KILLED, now, has_begun=False)
+        membership.ended(number, ExitKind.KILLED, now, has_begun=False)
         now += 100.0
         (number,) = started(fail_together(membership, generation, now) + membership.time_is(now))
         membership.request(number, 0, now)
@@ -933,13 +935,15 @@ def test_new_members_that_end_before_their_function_do_not_end_the_job_however_m
 def test_new_members_that_are_needed_and_fail_before_their_function_end_the_job() -> None:
     membership = running(Limits(2, 2, 2), {"a": 2})
     membership.request(0, 1, 1.0, connected=True, progressed=True, failed=True, commit=(1, 0))
-    (number,) = started(membership.ended(1, Fate.KILLED, 1.0) + membership.time_is(2.0))
+    (number,) = started(membership.ended(1, ExitKind.KILLED, 1.0) + membership.time_is(2.0))
     assert formed(membership.request(number, 0, 2.0)) == [(0, number)]
     membership.request(0, 2, 3.0, connected=True, failed=True, commit=(1, 0))
-    (other,) = started(membership.ended(number, Fate.FAILED, 3.0, has_begun=False) + membership.time_is(9.0))
+    (other,) = started(
+        membership.ended(number, ExitKind.FAILED, 3.0, has_begun=False) + membership.time_is(9.0)
+    )
     assert formed(membership.request(other, 0, 9.0)) == [(0, other)]
     membership.request(0, 3, 10.0, connected=True, failed=True, commit=(1, 0))
-    (end,) = ends(membership.ended(other, Fate.FAILED, 10.0, has_begun=False))
+    (end,) = ends(membership.ended(other, ExitKind.FAILED, 10.0, has_begun=False))
     assert end.cause == number
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyhvd.elastic.membership import Fate, Form, Limits, Membership, Notify
-from polyhvd.elastic.pace import Figure, Judge, Pace, SlowRank
+from polyhvd.elastic.membership import ExitKind, Form, Limits, Membership, Notify
+from polyhvd.elastic.pace import Figure, Pace, SlowMemberDetector, SlowRank
 from polyhvd.elastic.slow import slow_ranks
 
 
@@ -24,12 +24,12 @@ def figures(own_s: list[float], step_s: float) -> list[Figure]:
 
 def slow(figures: list[tuple[int, float]], factor: float = 1.5) -> list[int]:
     """Who is slow, by member and own time."""
-    judge = Judge(factor)
-    judge.begin(1, sorted({member for member, _ in figures}))
+    detector = SlowMemberDetector(factor)
+    detector.begin(1, sorted({member for member, _ in figures}))
     for now in (5.0, 8.0):
         for member, own_s in figures:
-            judge.add(member, Figure(1, own_s, 1.0), now)
-    return [item.member for item in judge.slow]
+            detector.add(member, Figure(1, own_s, 1.0), now)
+    return [item.member for item in detector.slow]
 
 
 def test_figure_is_the_median_of_the_time_in_which_a_member_does_not_wait() -> None:
@@ -54,12 +54,12 @@ def test_figure_has_the_part_in_which_a_member_waits_for_its_data() -> None:
 
 
 def test_slow_member_that_waits_for_its_data_is_named_as_that() -> None:
-    judge = Judge(1.5)
-    judge.begin(1, (0, 1))
+    detector = SlowMemberDetector(1.5)
+    detector.begin(1, (0, 1))
     for now in (5.0, 8.0):
-        judge.add(0, Figure(1, 0.010, 1.0, 0.001), now)
-        judge.add(1, Figure(1, 0.060, 1.0, 0.040), now)
-    assert [(item.member, item.data_s) for item in judge.slow] == [(1, 0.040)]
+        detector.add(0, Figure(1, 0.010, 1.0, 0.001), now)
+        detector.add(1, Figure(1, 0.060, 1.0, 0.040), now)
+    assert [(item.member, item.data_s) for item in detector.slow] == [(1, 0.040)]
     by_data, by_itself = SlowRank(1, "a", 0.06, 0.01, 0.0, 0.04), SlowRank(1, "a", 0.06, 0.01, 0.0, 0.02)
     assert (by_data.waits_for_data, by_itself.waits_for_data) == (True, False)
     assert "takes 60 ms, of which it waits 40 ms for data; that of the other ranks" in str(by_data)
@@ -99,51 +99,52 @@ def test_nobody_is_slow_where_all_are_or_where_it_is_not_much() -> None:
 
 
 def test_nothing_is_known_until_all_have_told_and_of_another_world_nothing_counts() -> None:
-    judge = Judge()
-    judge.begin(2, (0, 1))
-    assert not judge.add(0, Figure(2, 0.01, 0.1), 1.0)
-    assert not judge.add(1, Figure(1, 0.09, 0.1), 2.0)
-    assert not judge.add(7, Figure(2, 0.09, 0.1), 2.0)
-    assert judge.slow == []
-    assert not judge.add(1, Figure(2, 0.09, 0.1), 3.0)
-    assert judge.add(1, Figure(2, 0.09, 0.1), 6.0)
-    assert [(item.member, item.since) for item in judge.slow] == [(1, 3.0)]
-    judge.begin(3, (0, 1))
-    assert judge.slow == []
+    detector = SlowMemberDetector()
+    detector.begin(2, (0, 1))
+    assert not detector.add(0, Figure(2, 0.01, 0.1), 1.0)
+    assert not detector.add(1, Figure(1, 0.09, 0.1), 2.0)
+    assert not detector.add(7, Figure(2, 0.09, 0.1), 2.0)
+    assert detector.slow == []
+    assert not detector.add(1, Figure(2, 0.09, 0.1), 3.0)
+    assert detector.add(1, Figure(2, 0.09, 0.1), 6.0)
+    assert [(item.member, item.since) for item in detector.slow] == [(1, 3.0)]
+    detector.begin(3, (0, 1))
+    assert detector.slow == []
 
 
 def test_member_is_slow_after_three_seconds_in_a_row_and_stays_so_as_long() -> None:
-    judge = Judge()
-    judge.begin(1, (0, 1))
-    judge.add(0, Figure(1, 0.01, 0.1), 0.0)
+    detector = SlowMemberDetector()
+    detector.begin(1, (0, 1))
+    detector.add(0, Figure(1, 0.01, 0.1), 0.0)
     for now in (1.0, 3.9):
-        assert not judge.add(1, Figure(1, 0.09, 0.1), now)
-    assert not judge.add(1, Figure(1, 0.01, 0.1), 3.95)
+        assert not detector.add(1, Figure(1, 0.09, 0.1), now)
+    assert not detector.add(1, Figure(1, 0.01, 0.1), 3.95)
     for now in (4.5, 7.4):
-        assert not judge.add(1, Figure(1, 0.09, 0.1), now)
-    assert judge.add(1, Figure(1, 0.09, 0.1), 7.5)
-    assert [(item.member, item.since) for item in judge.slow] == [(1, 4.5)]
+        assert not detector.add(1, Figure(1, 0.09, 0.1), now)
+    assert detector.add(1, Figure(1, 0.09, 0.1), 7.5)
+    assert [(item.member, item.since) for item in detector.slow] == [(1, 4.5)]
     for now in (8.0, 10.9):
-        assert judge.add(1, Figure(1, 0.01, 0.1), now) is (now == 8.0), "its figure has changed"
-        assert judge.slow
-    assert judge.add(1, Figure(1, 0.01, 0.1), 11.0)
-    assert judge.slow == []
+        assert detector.add(1, Figure(1, 0.01, 0.1), now) is (now == 8.0), "its figure has changed"
+        assert detector.slow
+    assert detector.add(1, Figure(1, 0.01, 0.1), 11.0)
+    assert detector.slow == []
 
 
 def test_slow_member_is_told_again_when_its_figure_changes_much_and_since_when_stays() -> None:
-    judge = Judge()
-    judge.begin(1, (0, 1))
-    judge.add(0, Figure(1, 0.01, 0.1), 1.0)
-    judge.add(1, Figure(1, 0.09, 0.1), 2.0)
-    assert judge.add(1, Figure(1, 0.09, 0.1), 5.0)
-    assert not judge.add(1, Figure(1, 0.091, 0.1), 6.0)
-    assert judge.add(1, Figure(1, 0.2, 0.2), 7.0)
-    assert [(item.own_s, item.since) for item in judge.slow] == [(0.2, 2.0)]
+    detector = SlowMemberDetector()
+    detector.begin(1, (0, 1))
+    detector.add(0, Figure(1, 0.01, 0.1), 1.0)
+    detector.add(1, Figure(1, 0.09, 0.1), 2.0)
+    assert detector.add(1, Figure(1, 0.09, 0.1), 5.0)
+    assert not detector.add(1, Figure(1, 0.091, 0.1), 6.0)
+    assert detector.add(1, Figure(1, 0.2, 0.2), 7.0)
+    assert [(item.own_s, item.since) for item in detector.slow] == [(0.2, 2.0)]
     for now in (8.0, 20.0):
-        judge.add(1, Figure(1, 0.019, 0.1), now)
-    assert judge.slow, "9 ms more than the others: it is not let go for a hair's breadth"
+        detector.add(1, Figure(1, 0.019, 0.1), now)
+    assert detector.slow, "9 ms more than the others: it is not let go for a hair's breadth"
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=8), st.floats(1.01, 100.0))
 def test_no_more_than_half_are_slow(own_s: list[float], factor: float) -> None:
     assert len(slow(list(enumerate(own_s)), factor)) <= len(own_s) // 2
@@ -182,7 +183,7 @@ def test_spare_that_is_ready_takes_the_place_of_a_member_that_is_evicted() -> No
     actions = membership.request(1, 1, 11.1, connected=True, progressed=True)
     assert [action.members for action in actions if isinstance(action, Form)] == [(0, 2)]
     assert membership.leaves_by(1) == "one"
-    assert membership.ended(1, Fate.WELL, 11.2) == []
+    assert membership.ended(1, ExitKind.WELL, 11.2) == []
 
 
 def test_nobody_is_evicted_from_a_world_of_one() -> None:
@@ -198,5 +199,5 @@ def test_nobody_is_evicted_without_a_spare_or_from_a_world_that_has_lost_somebod
     assert running(spares=0).evict(1, 10.0) == []
     membership = running(spares=1)
     membership.request(2, 0, 10.0)
-    membership.ended(0, Fate.LOST, 10.0)
+    membership.ended(0, ExitKind.LOST, 10.0)
     assert membership.evict(1, 10.0) == []

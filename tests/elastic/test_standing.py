@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_membership import LIMITS, Course, ask_all, running, started
 
-from polyhvd.elastic.membership import Fate, Limits, Membership
+from polyhvd.elastic.membership import ExitKind, Limits, Membership
 from polyhvd.elastic.standing import Doing, SlotState, decide, lasting, slot_states
 
 
@@ -35,7 +35,7 @@ def test_start_waits_for_processes_that_have_not_come_to_init() -> None:
 
 def test_start_after_a_failure_names_the_failure() -> None:
     membership = starts()
-    membership.ended(1, Fate.KILLED, 2.0, why="process 1 on b was killed by SIGKILL")
+    membership.ended(1, ExitKind.KILLED, 2.0, why="process 1 on b was killed by SIGKILL")
     assert sentence(membership, 3.0) == (
         "starts: waits for process 2 on b: it has been starting for 1 s "
         "(process 1 on b was killed by SIGKILL)"
@@ -51,7 +51,7 @@ def test_world_trains_as_a_generation() -> None:
 
 def test_loss_waits_for_the_others_to_leave_the_world() -> None:
     membership = running(Limits(3, 2, 3), {"a": 3})
-    membership.ended(1, Fate.LOST, 10.0, why="process 1 on a was killed by SIGSEGV")
+    membership.ended(1, ExitKind.LOST, 10.0, why="process 1 on a was killed by SIGSEGV")
     assert sentence(membership, 10.0) == (
         "waits: waits for process 0 (rank 0) on a: it has not left generation 1; "
         "process 2 (rank 1) on a: it has not left generation 1"
@@ -76,7 +76,7 @@ def test_process_that_others_have_seen_dead_is_dying() -> None:
 def short() -> Membership:
     """Two of two are wanted; one is left, and the slot of the other rests for 4 s from 10 on."""
     membership = running(Limits(2, 2, 2, cooldown_s=(4.0, 10.0), timeout_s=60.0), {"a": 2})
-    membership.ended(1, Fate.LOST, 10.0, why="process 1 on a was killed by SIGSEGV")
+    membership.ended(1, ExitKind.LOST, 10.0, why="process 1 on a was killed by SIGSEGV")
     ask_all(membership, (0,), 1, 10.0)
     return membership
 
@@ -106,7 +106,7 @@ def test_shortage_waits_for_a_spare_that_starts() -> None:
     membership = running(Limits(2, 2, 2), {"a": 2})
     membership.limits = Limits(2, 2, 2, spares=1)
     assert started(membership.time_is(1.0)) == [2]
-    membership.ended(1, Fate.LOST, 9.0)
+    membership.ended(1, ExitKind.LOST, 9.0)
     membership.request(0, 1, 9.0, connected=True, progressed=True)
     assert sentence(membership, 9.0).startswith(
         "waits: waits for spare process 2 on a: it has been starting for 8 s"
@@ -139,13 +139,13 @@ def test_member_that_leaves_changes_the_world_at_the_next_commit() -> None:
     assert states(membership, 6.0) == ["training", "leaving", "training"]
     ask_all(membership, (0, 1, 2), 1, 7.0)
     assert states(membership, 7.0) == ["training", "ending", "training"]
-    membership.ended(1, Fate.WELL, 8.0)
+    membership.ended(1, ExitKind.WELL, 8.0)
     assert states(membership, 8.0) == ["training", "empty", "training"]
 
 
 def test_newcomer_changes_the_world_and_joins_it() -> None:
     membership = running(Limits(3, 2, 3), {"a": 3})
-    membership.ended(1, Fate.LOST, 10.0)
+    membership.ended(1, ExitKind.LOST, 10.0)
     ask_all(membership, (0, 2), 1, 10.0)
     membership.time_is(11.0)
     membership.request(3, 0, 12.0)
@@ -166,7 +166,7 @@ def test_newcomer_changes_the_world_and_joins_it() -> None:
 
 def test_newcomer_that_is_given_up_leaves_its_slot_empty() -> None:
     membership = running(Limits(3, 2, 3, timeout_s=20.0), {"a": 3})
-    membership.ended(1, Fate.LOST, 10.0)
+    membership.ended(1, ExitKind.LOST, 10.0)
     ask_all(membership, (0, 2), 1, 10.0)
     membership.time_is(11.0)
     membership.request(3, 0, 12.0)
@@ -189,12 +189,12 @@ def test_job_that_everybody_leaves_waits_for_each() -> None:
 
 def test_job_whose_ranks_are_done_waits_for_the_others_and_ends() -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
-    membership.ended(0, Fate.WELL, 5.0)
+    membership.ended(0, ExitKind.WELL, 5.0)
     assert sentence(membership, 6.0) == (
         "finishes: finishes; waits for process 1 (rank 0) on a: it has not finished"
     )
     assert states(membership, 6.0) == ["done", "training"]
-    membership.ended(1, Fate.WELL, 7.0)
+    membership.ended(1, ExitKind.WELL, 7.0)
     assert sentence(membership, 7.0) == "ends: ends"
 
 

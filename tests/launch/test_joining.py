@@ -20,8 +20,8 @@ from polyhvd import HorovodInternalError
 from polyhvd.config import Settings
 from polyhvd.launch.providers.torchrun import TorchVariablesProvider
 from polyhvd.rendezvous.client import ConnectedStore
+from polyhvd.rendezvous.meeting_points import UnixMeetingPoint
 from polyhvd.rendezvous.store import Store
-from polyhvd.rendezvous.ways import NearbyWay
 from polyhvd.testing.processes import state_of
 
 FAILING = "import sys; sys.exit(7)"
@@ -143,9 +143,9 @@ def test_rank_0_that_is_stopped_while_ranks_meet_does_not_outlast_their_time(
         job.rank(**{**hand, "WORLD_SIZE": "3"}, RANK="0")
         claim = provider.detect({**hand, "WORLD_SIZE": "3", "RANK": "1"})
         assert claim is not None
-        way = provider.way(claim, Settings(), b"")
-        assert isinstance(way, NearbyWay)
-        wait_until(lambda: bool(way._places(1)), "rank 0")
+        point = provider.meeting_point(claim, Settings(), b"")
+        assert isinstance(point, UnixMeetingPoint)
+        wait_until(lambda: bool(point._places(1)), "rank 0")
         began = time.monotonic()
         with pytest.raises(HorovodInternalError, match=r"rank 0.* does not answer: it is stopped"):
             provider.meet(claim, Settings(start_timeout_s=5.0), 0, began + 5)

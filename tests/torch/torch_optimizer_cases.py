@@ -1044,7 +1044,9 @@ def deleted_optimizers_leave_no_trace() -> None:
             board.add(_Gone())
         gc.collect()
         loss_of(other, own(x), own(y)).backward()
-        assert all(seat.section() is not None for seat in board.seats), "the seats of the deleted are left"
+        assert all(place.section() is not None for place in board.places), (
+            "the places of the deleted are left"
+        )
 
 
 def copies_are_refused() -> None:

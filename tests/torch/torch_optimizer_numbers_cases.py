@@ -346,7 +346,7 @@ def a_rank_that_only_joins_keeps_the_same_books(gone_bytes_max: int) -> None:
             loss_of(module, own(x), own(y)).backward()
             optimizer.step()
     hvd.join()
-    seats = None
+    places = None
     for _ in range(2):
         module = torch.nn.Linear(5, 2)
         hvd.broadcast_parameters(module.state_dict(), 0)
@@ -355,10 +355,10 @@ def a_rank_that_only_joins_keeps_the_same_books(gone_bytes_max: int) -> None:
         loss_of(module, own(x), own(y)).backward()
         optimizer.step()
         assert_same_bits(module)
-        seats = [seat.size for seat in optimizer._gradients.board.seats]
-    assert hvd.allgather_object(seats) == [seats] * hvd.size()
+        places = [place.size for place in optimizer._gradients.board.places]
+    assert hvd.allgather_object(places) == [places] * hvd.size()
     if gone_bytes_max == 0:
-        assert seats == [2], "the seats of deleted optimizers are left"
+        assert places == [2], "the places of deleted optimizers are left"
     rounds.GONE_BYTES_MAX = before
 
 

@@ -19,7 +19,7 @@ from polyhvd.elastic.membership import (
     Action,
     Dismiss,
     End,
-    Fate,
+    ExitKind,
     Finish,
     Form,
     Lose,
@@ -232,14 +232,14 @@ class Driver:
 
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
         """Replace a member that was lost, or end the job if the failure would recur."""
-        fate = _fate_of(ending)
+        exit_kind = _exit_kind_of(ending)
         self._place_requests.pop(ending.rank, None)
         assert self._job is not None
         self._job.rendezvous.drop(places_scope(ending.rank))
         self._reply_to_leaves(ending.rank)
         if self._stopped:
             return GoOn()
-        if fate is not Fate.WELL:
+        if exit_kind is not ExitKind.WELL:
             blamable = self._membership.blamable
             self._endings = {member: item for member, item in self._endings.items() if member in blamable}
             self._endings[ending.rank] = ending
@@ -248,21 +248,21 @@ class Driver:
         counted = self._membership.staying | set(self._membership.ranks)
         has_finished = ending.progress == FINISHED
         staying = self._membership.staying & set(self._membership.ranks)
-        if fate is Fate.WELL and ending.progress == BEGUN and ending.rank in staying:
+        if exit_kind is ExitKind.WELL and ending.progress == BEGUN and ending.rank in staying:
             self._report(f"{describe(ending)} before its training was over; the others continue without it")
         has_begun = bool(ending.progress)
         actions = self._membership.ended(
-            ending.rank, fate, now, has_begun=has_begun, has_finished=has_finished, why=describe(ending)
+            ending.rank, exit_kind, now, has_begun=has_begun, has_finished=has_finished, why=describe(ending)
         )
         ends = [action for action in actions if isinstance(action, End)]
         is_loss = ending.rank in counted and not self._membership.all_are_leaving and not has_finished
-        if fate in (Fate.LOST, Fate.KILLED) and not ends and is_loss:
+        if exit_kind in (ExitKind.LOST, ExitKind.KILLED) and not ends and is_loss:
             self._report(f"{describe(ending)}; the job continues")
-        if fate is Fate.FAILED and not (ends or has_begun) and is_loss:
+        if exit_kind is ExitKind.FAILED and not (ends or has_begun) and is_loss:
             self._report(f"{describe(ending)} before its elastic function; the job continues without it")
         if not any(end.cause == ending.rank for end in ends):
             self._do(actions)
-            return GoOn() if fate is Fate.WELL else StartReplacement()
+            return GoOn() if exit_kind is ExitKind.WELL else StartReplacement()
         self._do(action for action in actions if not isinstance(action, End))
         if ends[0].reason:
             self._report(ends[0].reason)
@@ -481,12 +481,12 @@ class Driver:
         self._job.end(reason, cause, RESUME_STATUS if action.resumable else 1)
 
 
-def _fate_of(ending: Ending) -> Fate:
+def _exit_kind_of(ending: Ending) -> ExitKind:
     if not ending.failed:
-        return Fate.WELL
+        return ExitKind.WELL
     if ending.unstartable:
-        return Fate.UNSTARTABLE
+        return ExitKind.UNSTARTABLE
     if ending.reason or ending.status in _FROM_OUTSIDE:
-        return Fate.KILLED
+        return ExitKind.KILLED
     crashed = ending.status < 0 or ending.status in _SIGNAL_STATUS
-    return Fate.LOST if crashed or ending.certainty == 2 else Fate.FAILED
+    return ExitKind.LOST if crashed or ending.certainty == 2 else ExitKind.FAILED

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict
 
 from polyhvd.elastic.membership import Action, Form, Membership
-from polyhvd.elastic.pace import Figure, Judge, SlowMember, SlowRank
+from polyhvd.elastic.pace import Figure, SlowMember, SlowMemberDetector, SlowRank
 from polyhvd.elastic.places import slow_scope
 from polyhvd.launch.elastic.driven import DrivenJob, Elastic
 
@@ -30,7 +30,7 @@ class SlowRanks:
     """
 
     def __init__(self, elastic: Elastic, membership: Membership) -> None:
-        self._judge = Judge(elastic.slow_factor)
+        self._detector = SlowMemberDetector(elastic.slow_factor)
         self._evicts = elastic.evicts_slow
         self._membership = membership
         self._formed = Form(0, (), ())
@@ -42,22 +42,22 @@ class SlowRanks:
     @property
     def step_s(self) -> float | None:
         """How long a step of this world takes; None: no member has reported it."""
-        return self._judge.step_s
+        return self._detector.step_s
 
     def begin(self, formed: Form, job: DrivenJob) -> None:
         """A world is formed: drop the reports of the last one."""
         job.rendezvous.drop(f"elastic/slow/{self._formed.generation}/", waiters=True)
         self._formed, self._number = formed, 0
         self._named &= set(formed.members)
-        self._judge.begin(formed.generation, formed.members)
+        self._detector.begin(formed.generation, formed.members)
 
     def add(self, member: int, figure: Figure, job: DrivenJob, now: float) -> list[Action]:
         """Take a member's report of how long its steps take."""
-        if self._judge.add(member, figure, now):
+        if self._detector.add(member, figure, now):
             self._publish(job, now)
         if not self._evicts or now < self._cooling_until:
             return []
-        for item in self._judge.slow:
+        for item in self._detector.slow:
             if now < item.since + _PATIENCE_S:
                 continue
             if actions := self._membership.evict(item.member, now):
@@ -74,8 +74,8 @@ class SlowRanks:
 
     def _publish(self, job: DrivenJob, now: float) -> None:
         ranks = []
-        slow = {item.member for item in self._judge.slow}
-        for item in self._judge.slow:
+        slow = {item.member for item in self._detector.slow}
+        for item in self._detector.slow:
             rank = self._rank(item)
             since = time.time() - (now - item.since)
             figures = (item.own_s, item.typical_s, since, item.data_s)

@@ -24,7 +24,7 @@ from typing import Any
 from polyhvd.observe.terminal import printable
 from polyhvd.rendezvous import network
 
-__all__ = ["Control", "Desk", "Request", "converse", "jobs", "limit_s", "request"]
+__all__ = ["CommandRequests", "Control", "Request", "converse", "jobs", "limit_s", "request"]
 
 #: Of elastic jobs, and of others.
 _PREFIX, _FIXED_PREFIX = "polyhvd/job/", "polyhvd/fixed/"
@@ -136,7 +136,7 @@ class Control:
         return True
 
 
-class Desk:
+class CommandRequests:
     """Keeps requests from commands until the job's loop takes them.
 
     Args:

@@ -350,9 +350,9 @@ def _last_place(member: int) -> tuple[int, int, int]:
     from polyhvd.elastic import process
 
     found = process.find()
-    if found is None or member not in found.seat.reply.members:
+    if found is None or member not in found.launcher.reply.members:
         return 0, member, 1
-    answer = found.seat.reply
+    answer = found.launcher.reply
     return answer.generation, answer.members.index(member), len(answer.members)
 
 

@@ -21,7 +21,7 @@ from polyhvd.launch.hosts.lists import Host
 from polyhvd.launch.job import agent
 from polyhvd.launch.job.agents import Agents
 from polyhvd.launch.job.blame import Ending, traceback_lines, trim
-from polyhvd.launch.job.control import Desk
+from polyhvd.launch.job.control import CommandRequests
 from polyhvd.launch.job.heartbeats import Heartbeats, Outboxes
 from polyhvd.launch.job.output import Output, await_reader
 from polyhvd.launch.job.policy import StartReplacement, StopOthers
@@ -89,7 +89,7 @@ class Job:
         os.set_blocking(self._alarm, False)
         self._selector.register(self._wake, selectors.EVENT_READ)
         output.await_reader = self._await_reader
-        self._desk = Desk(self._ring, elastic=spec.elastic is not None)
+        self._commands = CommandRequests(self._ring, elastic=spec.elastic is not None)
 
     def __enter__(self) -> Job:
         return self
@@ -100,7 +100,7 @@ class Job:
     def close(self) -> None:
         """End what still runs, and the rendezvous."""
         self._output.await_reader = await_reader
-        self._desk.close()
+        self._commands.close()
         for process in self._agents:
             process.cut()
         for process in self._agents:
@@ -124,7 +124,7 @@ class Job:
     def run(self) -> int:
         """Start the ranks and return the job's exit status at the end; raises HostsUnfitError."""
         with passing_signals_to(self._alarm):
-            if (problem := self._desk.open()) and (self._ranks.renews or self._spec.verbose):
+            if (problem := self._commands.open()) and (self._ranks.renews or self._spec.verbose):
                 self._output.report(f"polyhvd status and polyhvd leave cannot reach this job: {problem}")
             self._start_agents()
             start_by = time.monotonic() + self._spec.start_timeout_s
@@ -280,13 +280,13 @@ class Job:
     # Requests of commands
 
     def _ring(self) -> None:
-        """Wake the loop, since a request has arrived; on the desk's thread. No signal has the number 0."""
+        """Wake the loop, since a request has arrived; on the control thread. No signal has the number 0."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._alarm, b"\0")
 
     def _answer(self, now: float) -> None:
         """Answer requests for the status; other requests may print, and wait until the output is read."""
-        for request in self._desk.take(lambda content: "status" in content or not self._awaiting):
+        for request in self._commands.take(lambda content: "status" in content or not self._awaiting):
             if "status" in request.content:
                 job = {
                     "job": os.getpid(),

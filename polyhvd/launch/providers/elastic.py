@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 
 from polyhvd.config import ConfigError, Launched, Settings
-from polyhvd.elastic.places import Seat
-from polyhvd.elastic.process import take_seat
+from polyhvd.elastic.places import LauncherConnection
+from polyhvd.elastic.process import become_member
 from polyhvd.elastic.watch import LauncherWatch
 from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.providers.meeting import given_secret
@@ -52,17 +52,17 @@ class MemberProvider:
         launched, member = self._launched, self._launched.member or 0
         try:
 
-            def seated() -> Seat:
+            def connect() -> LauncherConnection:
                 store = self._connected(launched.rendezvous, member, 0, deadline)
                 store.probe(launched.launcher_timeout_s)
-                return Seat(store, member)
+                return LauncherConnection(store, member)
 
-            def watch(seat: Seat) -> LauncherWatch:
+            def watch(launcher: LauncherConnection) -> LauncherWatch:
                 store = self._connected(launched.rendezvous, member, 0, deadline)
                 store.give_up_after(launched.launcher_timeout_s)
-                return LauncherWatch(store, seat, launched.launcher_timeout_s)
+                return LauncherWatch(store, launcher, launched.launcher_timeout_s)
 
-            process = take_seat(seated, watch)
+            process = become_member(connect, watch)
             answer = process.next_place()
             placement = answer.placement(member)
             if placement.size == 1:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from polyhvd.config import Settings
 from polyhvd.launch.providers.meeting import MeetingProvider
 from polyhvd.launch.providers.provider import Claim, number, readable, shown
-from polyhvd.rendezvous.ways import Way
+from polyhvd.rendezvous.meeting_points import MeetingPoint
 
 __all__ = ["JsrunProvider"]
 
@@ -42,6 +42,10 @@ class JsrunProvider(MeetingProvider):
             one_host=size == number(environ, "JSM_NAMESPACE_LOCAL_SIZE"),
         )
 
-    def way(self, claim: Claim, settings: Settings, secret: bytes) -> Way:
+    def meeting_point(self, claim: Claim, settings: Settings, secret: bytes) -> MeetingPoint:
         """On one host a Unix socket, else a file that all hosts see, with a secret that rank 0 makes."""
-        return super().way(claim, settings, secret) if claim.one_host else self.shared_file(claim, settings)
+        return (
+            super().meeting_point(claim, settings, secret)
+            if claim.one_host
+            else self.shared_file(claim, settings)
+        )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.launch.providers.meeting import MeetingProvider
 from polyhvd.launch.providers.provider import Claim, Met, number, readable, shown
-from polyhvd.rendezvous.ways import Way
+from polyhvd.rendezvous.meeting_points import MeetingPoint
 
 __all__ = ["KubernetesProvider"]
 
@@ -49,7 +49,7 @@ class KubernetesProvider(MeetingProvider):
             claim = replace(claim, size=1)
         return super().meet(claim, settings, after, deadline)
 
-    def way(self, claim: Claim, settings: Settings, secret: bytes) -> Way:
+    def meeting_point(self, claim: Claim, settings: Settings, secret: bytes) -> MeetingPoint:
         """A port of the pod with index 0, which has this pod's name but for the index.
 
         Raises:
@@ -65,7 +65,7 @@ class KubernetesProvider(MeetingProvider):
                 "the address of rank 0, as docs/kubernetes.md shows"
             )
         root = f"{name}-0{dot}{domain}"  # HOSTNAME may be anything
-        return super().way(replace(claim, root=root, job_id=f"kubernetes {root}"), settings, secret)
+        return super().meeting_point(replace(claim, root=root, job_id=f"kubernetes {root}"), settings, secret)
 
     def _unfound(self, claim: Claim) -> str:
         return (

@@ -27,8 +27,14 @@ from polyhvd.launch.providers.provider import Claim, Met
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import parse_secret
 from polyhvd.rendezvous.client import ConnectedStore
+from polyhvd.rendezvous.meeting_points import (
+    FileMeetingPoint,
+    MeetingPoint,
+    PortMeetingPoint,
+    RootNotFoundError,
+    UnixMeetingPoint,
+)
 from polyhvd.rendezvous.store import GatherTimeoutError, StoreError, job_name
-from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, SharedFileWay, Way
 from polyhvd.runtime.placement import RANKS_MAX, Placement, placements
 
 __all__ = ["MeetingProvider", "exposed_secret", "given_secret"]
@@ -139,8 +145,10 @@ class MeetingProvider(ABC):
         if rank == 0 and (warning := exposed_secret(launched)):
             _LOG.warning("%s", warning)
         try:
-            store = self.way(claim, settings, given_secret(launched)).open(rank, generation, deadline)
-        except NobodyFoundError as error:
+            store = self.meeting_point(claim, settings, given_secret(launched)).open(
+                rank, generation, deadline
+            )
+        except RootNotFoundError as error:
             raise PeerLostError(
                 f"rank {rank} waited {settings.start_timeout_s:g} s for {error}: it has not called init(); "
                 f"POLYHVD_START_TIMEOUT sets the time{self._unfound(claim)}"
@@ -153,20 +161,20 @@ class MeetingProvider(ABC):
             store.close()
             raise
 
-    def way(self, claim: Claim, settings: Settings, secret: bytes) -> Way:
+    def meeting_point(self, claim: Claim, settings: Settings, secret: bytes) -> MeetingPoint:
         """How rank 0 of this job is found; raises ConfigError where there is no secret, and one is needed."""
         if claim.one_host:
-            return NearbyWay(f"{claim.job_id} {claim.restart}", secret)
+            return UnixMeetingPoint(f"{claim.job_id} {claim.restart}", secret)
         if not claim.root:
             raise ConfigError(f"init(): {self.name} does not say where rank 0 is ({claim.seen})")
-        return PortsWay(claim.job_id, secret or self._without_secret(claim, settings), claim.root)
+        return PortMeetingPoint(claim.job_id, secret or self._without_secret(claim, settings), claim.root)
 
     @staticmethod
-    def shared_file(claim: Claim, settings: Settings) -> Way:
+    def shared_file(claim: Claim, settings: Settings) -> MeetingPoint:
         """By a file of mode 0600 in a folder that all hosts see, with a secret that rank 0 makes."""
         folder = Path(settings.shared_dir or "~/.polyhvd").expanduser()
         name = re.sub(r"[^\w.-]", "_", f"{claim.job_id}.{claim.restart}")
-        return SharedFileWay(f"{claim.job_id} {claim.restart}", folder / name, settings.interface)
+        return FileMeetingPoint(f"{claim.job_id} {claim.restart}", folder / name, settings.interface)
 
     def _checked(self, claim: Claim) -> tuple[int, int]:
         if claim.size is None:

@@ -52,7 +52,7 @@ class RayProvider:
         self._server: Server | None = None
         #: Of a process of an elastic job: what gives it its places, and what it was started with.
         self.elastic: Provider | None = None
-        self.elastic_seat: Launched | None = None
+        self.elastic_launched: Launched | None = None
 
     def serve(self, secret: str, address: str) -> str:
         """Serve the store of a job in rank 0's process, until the next one; returns its endpoint.
@@ -71,14 +71,14 @@ class RayProvider:
         """Make this process a rank, for each ``init()`` to come."""
         self._given = assignment
 
-    def join_elastic(self, provider: Provider, seat: Launched) -> None:
+    def join_elastic(self, provider: Provider, launched: Launched) -> None:
         """Make this process one of an elastic job.
 
         Args:
             provider: gives it its places.
-            seat: the driver's address, the job's secret, and the number of the process.
+            launched: the driver's address, the job's secret, and the number of the process.
         """
-        self.elastic, self.elastic_seat = provider, seat
+        self.elastic, self.elastic_launched = provider, launched
 
     @staticmethod
     def set_variables(variables: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from polyhvd.config import ConfigError, Settings
 from polyhvd.launch.providers.meeting import MeetingProvider
 from polyhvd.launch.providers.nodelist import expand
 from polyhvd.launch.providers.provider import Claim, number, readable, shown
-from polyhvd.rendezvous.ways import Way
+from polyhvd.rendezvous.meeting_points import MeetingPoint
 
 __all__ = ["SlurmProvider"]
 
@@ -50,8 +50,8 @@ class SlurmProvider(MeetingProvider):
             root=root,
         )
 
-    def way(self, claim: Claim, settings: Settings, secret: bytes) -> Way:
+    def meeting_point(self, claim: Claim, settings: Settings, secret: bytes) -> MeetingPoint:
         """On one host a Unix socket; else the user's secret and a port, or a file that all hosts see."""
         if claim.one_host or secret or settings.trust_network:
-            return super().way(claim, settings, secret)
+            return super().meeting_point(claim, settings, secret)
         return self.shared_file(claim, settings)

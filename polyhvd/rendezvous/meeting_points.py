@@ -30,7 +30,7 @@ from polyhvd.rendezvous.lookup import Lookup
 from polyhvd.rendezvous.server import Server
 from polyhvd.rendezvous.store import StoreError, job_name
 
-__all__ = ["NearbyWay", "NobodyFoundError", "PortsWay", "SharedFileWay", "Way"]
+__all__ = ["FileMeetingPoint", "MeetingPoint", "PortMeetingPoint", "RootNotFoundError", "UnixMeetingPoint"]
 
 _BACKLOG = 1024
 _CANDIDATES = 4  # places that rank 0 may take, if others have the first ones
@@ -54,7 +54,7 @@ _LOG = logging.getLogger("polyhvd")
 Place = tuple[int, Any]
 
 
-class NobodyFoundError(StoreError):
+class RootNotFoundError(StoreError):
     """Rank 0 was not found in time."""
 
 
@@ -85,7 +85,7 @@ class HostedStore(ConnectedStore):
         self._at_end()
 
 
-class Way(abc.ABC):
+class MeetingPoint(abc.ABC):
     """How rank 0 of a job listens, and how the others find it.
 
     Args:
@@ -168,7 +168,7 @@ class Way(abc.ABC):
                     _LOG.warning("rank %d: %s", greeting.source, self._other_secret())
             if dials.were_refused:
                 raise StoreError(self._other_secret())
-            raise NobodyFoundError(self.description)
+            raise RootNotFoundError(self.description)
         finally:
             dials.close()
 
@@ -184,7 +184,7 @@ class Way(abc.ABC):
         return store
 
 
-class NearbyWay(Way):
+class UnixMeetingPoint(MeetingPoint):
     """For ranks of one host and one user: a Unix socket, at both ends of which the kernel names the user.
 
     No secret is needed; one that is given has to be the same all the same. For the connections
@@ -240,7 +240,7 @@ class NearbyWay(Way):
         return store
 
 
-class PortsWay(Way):
+class PortMeetingPoint(MeetingPoint):
     """For ranks that know the host of rank 0, and a secret: one of a few ports of that host.
 
     They follow from the job's name, and are none that the user has named: a program may
@@ -292,11 +292,11 @@ class PortsWay(Way):
         return [_place(address, port) for port in self._ports() for address in addresses]
 
 
-class SharedFileWay(Way):
+class FileMeetingPoint(MeetingPoint):
     """For ranks of one user whose hosts share a file system: a file of mode 0600, which has the secret, too.
 
     Args:
-        key: see :class:`Way`.
+        key: see :class:`MeetingPoint`.
         path: of the file, in a folder that is made, with mode 0700, where it is not there yet.
         interface: to listen on, as POLYHVD_GLOO_IFACE names it; empty: all.
     """
@@ -315,7 +315,7 @@ class SharedFileWay(Way):
         )
 
     def open(self, rank: int, generation: int, deadline: float) -> ConnectedStore:
-        """See :meth:`Way.open`. The file is removed when rank 0 closes the store."""
+        """See :meth:`MeetingPoint.open`. The file is removed when rank 0 closes the store."""
         self._folder()
         return super().open(rank, generation, deadline)
 

@@ -19,48 +19,58 @@ import pytest
 
 from polyhvd.rendezvous.auth import NO_RANK, Caller, Greeting, new_secret, parse_secret
 from polyhvd.rendezvous.client import Client
+from polyhvd.rendezvous.meeting_points import (
+    FileMeetingPoint,
+    MeetingPoint,
+    PortMeetingPoint,
+    RootNotFoundError,
+    UnixMeetingPoint,
+)
 from polyhvd.rendezvous.server import Server
 from polyhvd.rendezvous.store import StoreError
-from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, SharedFileWay, Way
 
 SECRET = parse_secret(new_secret())
 OTHER = parse_secret(new_secret())
 WAIT_S = 20.0
 
-Make = Callable[[], Way]
+Make = Callable[[], MeetingPoint]
 
 
 @pytest.fixture(params=["nearby", "ports", "file"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Makes the way of a new rank of one job, which no other test has."""
+    """Makes the point of a new rank of one job, which no other test has."""
     key = f"test {os.getpid()} {time.monotonic_ns()}"
-    ways: dict[str, Make] = {
-        "nearby": lambda: NearbyWay(key),
-        "ports": lambda: PortsWay(key, SECRET, "127.0.0.1"),
-        "file": lambda: SharedFileWay(key, tmp_path / "shared" / "job"),
+    points: dict[str, Make] = {
+        "nearby": lambda: UnixMeetingPoint(key),
+        "ports": lambda: PortMeetingPoint(key, SECRET, "127.0.0.1"),
+        "file": lambda: FileMeetingPoint(key, tmp_path / "shared" / "job"),
     }
-    return ways[request.param]
+    return points[request.param]
 
 
 def meet(
-    ways: list[Way], *, generation: int = 1, delays_s: tuple[float, ...] = (), wait_s: float = WAIT_S
+    points: list[MeetingPoint],
+    *,
+    generation: int = 1,
+    delays_s: tuple[float, ...] = (),
+    wait_s: float = WAIT_S,
 ) -> list[Any]:
-    """Each rank's way on a thread; the values that the ranks have gathered, or their errors."""
-    results: list[Any] = [None] * len(ways)
-    everybody = threading.Barrier(len(ways))
+    """Each rank's point on a thread; the values that the ranks have gathered, or their errors."""
+    results: list[Any] = [None] * len(points)
+    everybody = threading.Barrier(len(points))
 
     def join(rank: int) -> None:
         time.sleep(delays_s[rank] if delays_s else 0.0)
         try:
-            with ways[rank].open(rank, generation, time.monotonic() + wait_s) as store:
-                values = store.gather("here", len(ways), WAIT_S, own=(rank, b"%d" % rank))
+            with points[rank].open(rank, generation, time.monotonic() + wait_s) as store:
+                values = store.gather("here", len(points), WAIT_S, own=(rank, b"%d" % rank))
                 results[rank] = (values, store.secret, store.job)
                 everybody.wait(WAIT_S)
         except Exception as error:
             results[rank] = error
             everybody.abort()
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(ways))]
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(points))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -87,15 +97,15 @@ def test_one_generation_follows_another(make: Make) -> None:
 
 
 def test_a_rank_of_another_generation_is_not_let_in(make: Make) -> None:
-    with make().open(0, 1, time.monotonic() + WAIT_S), pytest.raises(NobodyFoundError):
+    with make().open(0, 1, time.monotonic() + WAIT_S), pytest.raises(RootNotFoundError):
         make().open(1, 2, time.monotonic() + 1.0)
 
 
 def test_rank_0_that_does_not_come_is_told_with_its_place(make: Make) -> None:
-    way = make()
-    with pytest.raises(NobodyFoundError) as caught:
-        way.open(1, 1, time.monotonic() + 0.5)
-    assert str(caught.value) == way.description
+    point = make()
+    with pytest.raises(RootNotFoundError) as caught:
+        point.open(1, 1, time.monotonic() + 0.5)
+    assert str(caught.value) == point.description
 
 
 def test_what_rank_0_has_put_before_it_leaves_reaches_those_who_wait(make: Make) -> None:
@@ -132,38 +142,38 @@ def test_nothing_is_left(make: Make, tmp_path: Path) -> None:
 
 
 def test_silent_listeners_on_the_first_ports_are_passed_over() -> None:
-    ways = [PortsWay(f"hostile {os.getpid()}", SECRET, "127.0.0.1") for _ in range(2)]
+    points = [PortMeetingPoint(f"hostile {os.getpid()}", SECRET, "127.0.0.1") for _ in range(2)]
     with ExitStack() as stack:
-        for port in ways[0]._ports()[:2]:
+        for port in points[0]._ports()[:2]:
             stack.enter_context(socket.create_server(("127.0.0.1", port)))
-        results = meet(list(ways))
+        results = meet(list(points))
     assert [result[0] for result in results] == [[b"0", b"1"]] * 2
 
 
 def test_ports_that_others_cannot_know_are_left_where_the_known_ones_are_taken() -> None:
     key = f"all taken {os.getpid()}"
-    ways = [PortsWay(key, SECRET, "127.0.0.1") for _ in range(2)]
-    known = set(ways[0]._ports()) & set(PortsWay(key, OTHER, "127.0.0.1")._ports())
+    points = [PortMeetingPoint(key, SECRET, "127.0.0.1") for _ in range(2)]
+    known = set(points[0]._ports()) & set(PortMeetingPoint(key, OTHER, "127.0.0.1")._ports())
     assert len(known) == 2
     with ExitStack() as stack:
         for port in known:
             stack.enter_context(socket.create_server(("127.0.0.1", port)))
-        results = meet(list(ways))
+        results = meet(list(points))
     assert [result[0] for result in results] == [[b"0", b"1"]] * 2
 
 
 def test_an_impostor_on_the_first_port_is_passed_over() -> None:
-    ways = [PortsWay(f"impostor {os.getpid()}", SECRET, "127.0.0.1") for _ in range(2)]
-    listener = socket.create_server(("127.0.0.1", ways[0]._ports()[0]))
+    points = [PortMeetingPoint(f"impostor {os.getpid()}", SECRET, "127.0.0.1") for _ in range(2)]
+    listener = socket.create_server(("127.0.0.1", points[0]._ports()[0]))
     with Server(OTHER, listener=listener):
-        results = meet(list(ways), delays_s=(0.5, 0.0))
+        results = meet(list(points), delays_s=(0.5, 0.0))
     assert [result[0] for result in results] == [[b"0", b"1"]] * 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_s_socket_is_passed_over() -> None:
     key = f"squatted {os.getpid()}"
-    names = [NearbyWay(key)._name(1) + suffix for suffix in ("", "0", "f" * 16)]
+    names = [UnixMeetingPoint(key)._name(1) + suffix for suffix in ("", "0", "f" * 16)]
     program = (
         "import os, socket, sys\nos.setuid(65534)\nheld = []\n"
         "for name in sys.argv[1:]:\n"
@@ -176,17 +186,17 @@ def test_another_user_s_socket_is_passed_over() -> None:
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as squatter:
         assert squatter.stdout is not None
         assert squatter.stdout.readline() == "up\n"
-        results = meet([NearbyWay(key) for _ in range(2)])
+        results = meet([UnixMeetingPoint(key) for _ in range(2)])
         squatter.communicate()
     assert [result[0] for result in results] == [[b"0", b"1"]] * 2
 
 
-def another_secret(kind: str) -> tuple[Way, Way]:
-    """The ways of rank 0, and of a rank with another secret."""
+def another_secret(kind: str) -> tuple[MeetingPoint, MeetingPoint]:
+    """The points of rank 0, and of a rank with another secret."""
     key = f"secret {kind} {os.getpid()} {time.monotonic_ns()}"
     if kind == "nearby":
-        return NearbyWay(key, SECRET), NearbyWay(key, OTHER)
-    return PortsWay(key, SECRET, "127.0.0.1"), PortsWay(key, OTHER, "127.0.0.1")
+        return UnixMeetingPoint(key, SECRET), UnixMeetingPoint(key, OTHER)
+    return PortMeetingPoint(key, SECRET, "127.0.0.1"), PortMeetingPoint(key, OTHER, "127.0.0.1")
 
 
 OTHER_SECRET = "does not know this job's secret; POLYHVD_SECRET .* has to be the same on all ranks"
@@ -226,11 +236,11 @@ def test_another_secret_on_a_port_is_warned_of_soon_and_an_error_when_the_time_i
 
 
 def test_an_impostor_does_not_end_ranks_that_come_before_rank_0() -> None:
-    ways = [PortsWay(f"early {os.getpid()}", SECRET, "127.0.0.1") for _ in range(2)]
+    points = [PortMeetingPoint(f"early {os.getpid()}", SECRET, "127.0.0.1") for _ in range(2)]
     with ExitStack() as stack:
-        for port in ways[0]._ports()[:2]:
+        for port in points[0]._ports()[:2]:
             stack.enter_context(Server(OTHER, listener=socket.create_server(("127.0.0.1", port))))
-        results = meet(list(ways), delays_s=(4.0, 0.0))
+        results = meet(list(points), delays_s=(4.0, 0.0))
     assert [result[0] for result in results] == [[b"0", b"1"]] * 2
 
 
@@ -248,29 +258,29 @@ def test_a_rank_that_connects_to_several_addresses_is_no_stranger() -> None:
 
 
 def test_jobs_with_one_secret_keep_apart_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    ports = PortsWay(f"shared {os.getpid()}", SECRET, "127.0.0.1")._ports()
-    monkeypatch.setattr(PortsWay, "_ports", lambda _: ports)
+    ports = PortMeetingPoint(f"shared {os.getpid()}", SECRET, "127.0.0.1")._ports()
+    monkeypatch.setattr(PortMeetingPoint, "_ports", lambda _: ports)
     with ExitStack() as stack:
         for job in ("a", "b"):
-            stack.enter_context(PortsWay(job, SECRET, "127.0.0.1").open(0, 1, time.monotonic() + WAIT_S)).put(
-                "name", 0, job.encode()
-            )
+            stack.enter_context(
+                PortMeetingPoint(job, SECRET, "127.0.0.1").open(0, 1, time.monotonic() + WAIT_S)
+            ).put("name", 0, job.encode())
         for job in ("b", "a"):
-            with PortsWay(job, SECRET, "127.0.0.1").open(1, 1, time.monotonic() + WAIT_S) as store:
+            with PortMeetingPoint(job, SECRET, "127.0.0.1").open(1, 1, time.monotonic() + WAIT_S) as store:
                 assert store.gather("name", 1, WAIT_S) == [job.encode()]
 
 
 def test_a_host_without_a_known_address_is_named() -> None:
-    with pytest.raises(NobodyFoundError, match=r"on nowhere.invalid .*whose address is not known here"):
-        PortsWay("unknown", SECRET, "nowhere.invalid").open(1, 1, time.monotonic() + 1.0)
+    with pytest.raises(RootNotFoundError, match=r"on nowhere.invalid .*whose address is not known here"):
+        PortMeetingPoint("unknown", SECRET, "nowhere.invalid").open(1, 1, time.monotonic() + 1.0)
 
 
-def file_way(folder: Path) -> SharedFileWay:
-    return SharedFileWay("job", folder / "job")
+def file_point(folder: Path) -> FileMeetingPoint:
+    return FileMeetingPoint("job", folder / "job")
 
 
 def test_the_file_is_this_user_s_alone_and_goes_at_the_end(tmp_path: Path) -> None:
-    with file_way(tmp_path / "new").open(0, 1, time.monotonic() + WAIT_S):
+    with file_point(tmp_path / "new").open(0, 1, time.monotonic() + WAIT_S):
         (file,) = (tmp_path / "new").iterdir()
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
@@ -279,12 +289,12 @@ def test_the_file_is_this_user_s_alone_and_goes_at_the_end(tmp_path: Path) -> No
 
 def test_a_stale_file_of_a_killed_rank_0_is_passed_over(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    with file_way(tmp_path).open(0, 1, time.monotonic() + WAIT_S):
+    with file_point(tmp_path).open(0, 1, time.monotonic() + WAIT_S):
         (file,) = tmp_path.iterdir()
         stale = file.read_bytes()
     file.write_bytes(stale)
     file.chmod(0o600)
-    results = meet([file_way(tmp_path) for _ in range(2)], delays_s=(1.0, 0.0))
+    results = meet([file_point(tmp_path) for _ in range(2)], delays_s=(1.0, 0.0))
     assert [result[0] for result in results] == [[b"0", b"1"]] * 2
 
 
@@ -294,13 +304,13 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> No
     (tmp_path / "job.1").write_text("{}")
     (tmp_path / "job.1").chmod(mode)
     with pytest.raises(StoreError, match="expected a file of this user's"):
-        file_way(tmp_path).open(1, 1, time.monotonic() + WAIT_S)
+        file_point(tmp_path).open(1, 1, time.monotonic() + WAIT_S)
 
 
 def test_a_folder_where_others_may_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(StoreError, match="others may write there"):
-        file_way(tmp_path).open(0, 1, time.monotonic() + WAIT_S)
+        file_point(tmp_path).open(0, 1, time.monotonic() + WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -311,4 +321,4 @@ def test_a_file_with_something_else_is_refused(tmp_path: Path, text: str) -> Non
     (tmp_path / "job.1").write_text(text)
     (tmp_path / "job.1").chmod(0o600)
     with pytest.raises(StoreError, match="is no file of polyhvd's"):
-        file_way(tmp_path).open(1, 1, time.monotonic() + WAIT_S)
+        file_point(tmp_path).open(1, 1, time.monotonic() + WAIT_S)
