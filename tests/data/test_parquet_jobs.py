@@ -184,12 +184,12 @@ import tensorflow as tf
 from polyhvd.data import ParquetLoader
 from polyhvd.tensorflow.data import Batches
 
-reading = 0
+reading, interrupted = 0, False
 
-def interrupt(batch):
+def interrupt(batch):  # several times: Python ignores an interrupt that arrives in a __del__ method
     global reading
     reading += 1
-    if sys.argv[2] == "interrupt" and reading == 20:
+    if sys.argv[2] == "interrupt" and reading % 20 == 0 and not interrupted:
         os.kill(os.getpid(), signal.SIGINT)
     return batch
 
@@ -197,8 +197,12 @@ place = lambda: (0, 1)
 loader = ParquetLoader(sys.argv[1], batch_size=2, prefetch_bytes=0, transform=interrupt, placement=place)
 data = Batches(loader, x="x", y="x").dataset().prefetch(4)
 iterator = iter(data)
-for _ in range(3 if sys.argv[2] == "end" else 80):
-    next(iterator)
+try:
+    for _ in range(3 if sys.argv[2] == "end" else 80):
+        next(iterator)
+except KeyboardInterrupt:
+    interrupted = True
+    raise
 """
 
 
