@@ -15,16 +15,19 @@ if not is_installed("ray"):
 
 from polyhvd.ray import ray_logger
 from polyhvd.ray.elastic import ElasticParams, ElasticRayExecutor, ElasticSettings, RayHostDiscovery
-from polyhvd.ray.executor import RayExecutor, RaySettings
+from polyhvd.ray.executor import RayExecutor, RaySettings, StaticParams
 from polyhvd.ray.meeting import rendezvous
+from polyhvd.ray.worker import BaseHorovodWorker
 
 __all__ = [
+    "BaseHorovodWorker",
     "ElasticParams",
     "ElasticRayExecutor",
     "ElasticSettings",
     "RayExecutor",
     "RayHostDiscovery",
     "RaySettings",
+    "StaticParams",
     "ray_logger",
     "rendezvous",
 ]

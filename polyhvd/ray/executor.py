@@ -21,7 +21,7 @@ from polyhvd.ray.elastic import ElasticParams, Jobs, RayHostDiscovery, put
 from polyhvd.ray.meeting import by_node, join, locate
 from polyhvd.ray.worker import Call, ExitedError, PolyhvdWorker, call_with_object
 
-__all__ = ["RayExecutor", "RaySettings"]
+__all__ = ["RayExecutor", "RaySettings", "StaticParams"]
 
 #: Seconds in which the other ranks can end by themselves after one has failed, so that the cause is found.
 _GRACE_S = 3.0
@@ -45,6 +45,74 @@ class RaySettings:
     placement_group_timeout_s: float = 100.0
     nics: str = ""
     discovery: HostDiscovery | None = None
+
+
+@dataclass
+class StaticParams:
+    """The workers of a job that does not change; the arguments are Horovod's.
+
+    Args:
+        cpus_per_worker: CPUs that Ray reserves for each rank.
+        use_gpu: whether Ray reserves GPUs for each rank.
+        gpus_per_worker: number of GPUs; None: one.
+        num_workers: number of ranks, on as few nodes as possible.
+        num_hosts: number of nodes, each with ``num_workers_per_host`` ranks, in place of ``num_workers``.
+        num_workers_per_host: with ``num_hosts``.
+        use_current_placement_group: in a placement group, start the ranks in it, and make no other.
+
+    Raises:
+        ValueError: the numbers contradict each other, or one is not positive.
+    """
+
+    cpus_per_worker: float = 1
+    use_gpu: bool = False
+    gpus_per_worker: float | None = None
+    num_workers: int | None = None
+    num_hosts: int | None = None
+    num_workers_per_host: int = 1
+    use_current_placement_group: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.num_workers is None) == (self.num_hosts is None):
+            raise ValueError(
+                f"num_workers={self.num_workers}, num_hosts={self.num_hosts}: expected exactly one of them"
+            )
+        if self.gpus_per_worker is not None and not self.use_gpu:
+            raise ValueError(f"gpus_per_worker={self.gpus_per_worker} needs use_gpu=True")
+        resources = self.resources
+        if min(self.size, self.on_host) < 1 or not resources or min(resources.values()) < 0:
+            raise ValueError(
+                f"expected positive numbers; found {self.size} workers with {self.cpus_per_worker} CPUs and "
+                f"{resources.get('GPU', 0)} GPUs each"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        hosts = self.num_hosts or 0
+        return hosts * self.num_workers_per_host if self.num_workers is None else self.num_workers
+
+    @property
+    def on_host(self) -> int:
+        """Number of ranks that have to be on one node."""
+        return 1 if self.num_hosts is None else self.num_workers_per_host
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What Ray reserves for each rank, by name."""
+        gpus = (1 if self.gpus_per_worker is None else self.gpus_per_worker) if self.use_gpu else 0
+        return {name: n for name, n in (("CPU", self.cpus_per_worker), ("GPU", gpus)) if n}
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """Those of a placement group."""
+        bundle = {name: amount * self.on_host for name, amount in self.resources.items()}
+        return [bundle] * (self.size // self.on_host)
+
+    @property
+    def strategy(self) -> str:
+        """That of a placement group."""
+        return "PACK" if self.num_hosts is None else "STRICT_SPREAD"
 
 
 class RayExecutor:
@@ -135,30 +203,17 @@ class RayExecutor:
                 f"RayExecutor(max_workers={max_workers}, reset_limit={reset_limit}, "
                 f"cooldown_range={cooldown_range}): needs min_workers"
             )
-        if (num_workers is None) == (num_hosts is None):
-            raise ValueError(
-                f"RayExecutor(num_workers={num_workers}, num_hosts={num_hosts}): give one of them"
-            )
-        if gpus_per_worker is not None and not use_gpu:
-            raise ValueError(f"RayExecutor(gpus_per_worker={gpus_per_worker}) needs use_gpu=True")
-        self._hosts, self._on_host = num_hosts, 1 if num_hosts is None else num_workers_per_host
-        self._size = num_workers if num_workers is not None else (num_hosts or 0) * num_workers_per_host
-        gpus = (1 if gpus_per_worker is None else gpus_per_worker) if use_gpu else 0
-        if (
-            self._size < 1
-            or self._on_host < 1
-            or min(cpus_per_worker, gpus) < 0
-            or not cpus_per_worker + gpus
-        ):
-            raise ValueError(
-                f"RayExecutor(): expected positive numbers; found {self._size} workers with "
-                f"{cpus_per_worker} CPUs and {gpus} GPUs each"
-            )
-        resources = {"CPU": cpus_per_worker, "GPU": gpus}
-        self._resources = {name: amount for name, amount in resources.items() if amount}
+        self._params = StaticParams(
+            cpus_per_worker=cpus_per_worker,
+            use_gpu=use_gpu,
+            gpus_per_worker=gpus_per_worker,
+            num_workers=num_workers,
+            num_hosts=num_hosts,
+            num_workers_per_host=num_workers_per_host,
+            use_current_placement_group=use_current_placement_group,
+        )
         self._made: Call | None = None  # of an elastic job: the class of its workers' objects
         self._variables: dict[str, str] = {}  # likewise, of their environment
-        self._use_current = use_current_placement_group
         #: Removes the placement group that was made for this executor.
         self._group: weakref.finalize[[Any], RayExecutor] | None = None
         self._workers: list[Any] = []  # in rank order
@@ -381,14 +436,14 @@ class RayExecutor:
         """Start the actors, and make them ranks, before ``deadline`` by ``time.monotonic()``."""
         group, bundles = self._place(deadline)
         actor = ray.remote(PolyhvdWorker)
-        cpus, gpus = self._resources.get("CPU", 0), self._resources.get("GPU", 0)
+        resources = self._params.resources
         with self._lock:
             if self._stops:
                 raise _stopped()
             actors = [
                 actor.options(
-                    num_cpus=cpus,
-                    num_gpus=gpus,
+                    num_cpus=resources.get("CPU", 0),
+                    num_gpus=resources.get("GPU", 0),
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
                 ).remote()
                 for bundle in bundles
@@ -402,7 +457,7 @@ class RayExecutor:
             found = locate(submit, len(actors), deadline)
         except TimeoutError:
             raise TimeoutError(self._not_started()) from None
-        order = by_node(found)
+        order = by_node(found, first=ray.get_runtime_context().get_node_id())
         with self._lock:
             if self._stops:
                 raise _stopped()
@@ -416,27 +471,27 @@ class RayExecutor:
 
     def _place(self, deadline: float) -> tuple[Any, list[int]]:
         """A placement group, and for each worker a bundle of it; -1: any."""
-        current = ray.util.get_current_placement_group() if self._use_current else None
+        params = self._params
+        current = ray.util.get_current_placement_group() if params.use_current_placement_group else None
         if current is not None:
-            return current, [-1] * self._size
-        bundle = {name: amount * self._on_host for name, amount in self._resources.items()}
-        bundles = [bundle] * (self._size // self._on_host)
-        strategy = "PACK" if self._hosts is None else "STRICT_SPREAD"
+            return current, [-1] * params.size
+        bundles = params.bundles
         with self._lock:
             if self._stops:
                 raise _stopped()
-            group = placement_group(bundles, strategy=strategy)
+            group = placement_group(bundles, strategy=params.strategy)
             self._group = weakref.finalize(self, _remove, group)
             self._group.atexit = False  # Ray removes it when the driver ends
         if not group.wait(max(0.0, deadline - time.monotonic())):
             raise TimeoutError(self._not_started())
-        return group, [number for number in range(len(bundles)) for _ in range(self._on_host)]
+        return group, [number for number in range(len(bundles)) for _ in range(params.on_host)]
 
     def _not_started(self) -> str:
         """The message for workers that Ray has not started in time."""
-        asked = f"{self._size} workers with {_shown(self._resources)} each"
-        if self._hosts is not None:
-            asked += f", {self._on_host} on each of {self._hosts} nodes"
+        params = self._params
+        asked = f"{params.size} workers with {_shown(params.resources)} each"
+        if params.num_hosts is not None:
+            asked += f", {params.on_host} on each of {params.num_hosts} nodes"
         nodes = [_shown(node["Resources"]) for node in ray.nodes() if node["Alive"]]
         return (
             f"RayExecutor.start(): Ray has not started {asked}, within "

@@ -130,9 +130,15 @@ def join(
     _results(calls, deadline)
 
 
-def by_node(locations: Sequence[Location]) -> list[int]:
-    """Numbers of processes in the order in which they become ranks."""
+def by_node(locations: Sequence[Location], first: str = "") -> list[int]:
+    """Numbers of processes in the order in which they become ranks, node by node.
+
+    Args:
+        locations: of the processes.
+        first: id of a node that comes before the others.
+    """
     nodes = list(dict.fromkeys(location.node for location in locations))
+    nodes.sort(key=lambda node: node != first)
     return sorted(range(len(locations)), key=lambda number: nodes.index(locations[number].node))
 
 

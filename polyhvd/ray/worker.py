@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,15 @@ from polyhvd.launch.providers.elastic import MemberProvider
 from polyhvd.launch.providers.precedence import RAY
 from polyhvd.launch.providers.provider import Claim, Met
 
-__all__ = ["Call", "ElasticWorker", "ExitedError", "Outcome", "PolyhvdWorker", "call_with_object"]
+__all__ = [
+    "BaseHorovodWorker",
+    "Call",
+    "ElasticWorker",
+    "ExitedError",
+    "Outcome",
+    "PolyhvdWorker",
+    "call_with_object",
+]
 
 #: A function of the user's, with its arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -27,11 +36,63 @@ class ExitedError(Exception):
     """A function has called ``sys.exit()``, with which Ray would end the actor."""
 
 
-class PolyhvdWorker:
-    """Runs functions as a rank. It keeps the executor's object between them."""
+class BaseHorovodWorker:
+    """An actor that keeps an object, and calls functions with it; its methods are Horovod's.
 
-    def __init__(self) -> None:
-        self._executable: Any = None
+    Executors start such actors. Own ones become ranks by :func:`polyhvd.ray.rendezvous`.
+
+    Args:
+        world_rank: has no effect, and neither has ``world_size``: ranks get their places later.
+
+    Example::
+
+        actors = [ray.remote(BaseHorovodWorker).remote() for _ in range(4)]
+        ray.get([actor.start_executable.remote(Trainer) for actor in actors])
+        actors = polyhvd.ray.rendezvous(actors)
+        ray.get([actor.execute.remote(lambda trainer: trainer.train()) for actor in actors])
+    """
+
+    def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
+        self.executable: Any = None
+
+    def node_id(self) -> str:
+        """Ray's id of the node."""
+        found: str = ray.get_runtime_context().get_node_id()
+        return found
+
+    def hostname(self) -> str:
+        """The name of the host."""
+        return socket.gethostname()
+
+    def get_gpu_ids(self) -> list[str]:
+        """The ids of the GPUs that Ray has assigned to the actor."""
+        return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+
+    def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
+        """Set environment variables of the process."""
+        RAY.set_variables({name: str(value) for name, value in env_vars.items()})
+
+    def env_vars(self) -> dict[str, str]:
+        """The environment variables of the process."""
+        return RAY.variables()
+
+    def start_executable(
+        self,
+        executable_cls: Callable[..., Any] | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make the object, if there is a class for it."""
+        if executable_cls is not None:
+            self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
+
+    def execute(self, func: Callable[[Any], Any]) -> Any:
+        """Call a function with the object."""
+        return func(self.executable)
+
+
+class PolyhvdWorker(BaseHorovodWorker):
+    """Runs functions as a rank of an executor's job."""
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of polyhvd's."""
@@ -39,11 +100,11 @@ class PolyhvdWorker:
 
     def construct(self, made: Call) -> None:
         """Make the executor's object."""
-        self._executable = self.run(made)
+        self.executable = self.run(made)
 
-    def execute(self, function: Callable[[Any], Any]) -> Any:
+    def execute(self, func: Callable[[Any], Any]) -> Any:
         """Call a function of the user's with the executor's object."""
-        return self.run((function, (self._executable,), {}))
+        return self.run((func, (self.executable,), {}))
 
     def run(self, call: Call) -> Any:
         """Call a function of the user's; if it fails, leave the world, so that no rank waits for this one."""

@@ -316,7 +316,7 @@ def test_shutdown_after_that_of_ray_does_nothing(cluster: str) -> None:
     ("arguments", "words"),
     [
         ({}, "num_workers=None, num_hosts=None"),
-        ({"num_workers": 2, "num_hosts": 2}, "give one of them"),
+        ({"num_workers": 2, "num_hosts": 2}, "expected exactly one of them"),
         ({"num_workers": 2, "gpus_per_worker": 1}, "needs use_gpu=True"),
         ({"num_workers": 0}, "expected positive numbers"),
         ({"num_workers": 1, "cpus_per_worker": 0}, "expected positive numbers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ import ray.cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import polyhvd.ray
+from polyhvd.ray import BaseHorovodWorker
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -57,6 +59,31 @@ def test_actors_that_were_in_different_numbers_of_worlds_meet_again(actors: list
     ranked = polyhvd.ray.rendezvous(actors[::-1])
     assert ranked == [actors[2], actors[0], actors[1]]
     assert [found[:2] for found in train(ranked)] == [(0, 3), (1, 3), (2, 3)]
+
+
+class Total:
+    def __init__(self, start: float, *, factor: float) -> None:
+        self.value = start * factor
+
+    def add_up(self) -> list[float]:
+        hvd.init()
+        found = hvd.allreduce(np.full(1, self.value * (hvd.rank() + 1)), op=hvd.Sum).tolist()
+        hvd.shutdown()
+        return list(found)
+
+
+def test_the_worker_of_horovod_keeps_an_object() -> None:
+    workers = [ray.remote(BaseHorovodWorker).options(num_cpus=1).remote(0, 2) for _ in range(2)]
+    workers = polyhvd.ray.rendezvous(workers, timeout_s=60)
+    ray.get([worker.start_executable.remote(Total, [2.0], {"factor": 3.0}) for worker in workers])
+    sums = ray.get([worker.execute.remote(lambda total: total.add_up()) for worker in workers])
+    assert sums == [[18.0]] * 2
+    worker = workers[0]
+    ray.get(worker.update_env_vars.remote({"MINE": 7}))
+    assert ray.get(worker.env_vars.remote())["MINE"] == "7"
+    assert ray.get(worker.node_id.remote()) in {node["NodeID"] for node in ray.nodes()}
+    assert ray.get(worker.hostname.remote()) == socket.gethostname()
+    assert ray.get(worker.get_gpu_ids.remote()) == []
 
 
 def test_the_same_actor_twice_is_refused(actors: list[Any]) -> None:

@@ -85,6 +85,11 @@ class RayProvider:
         """Set environment variables of this process, before it uses a framework."""
         os.environ.update(variables)
 
+    @staticmethod
+    def variables() -> dict[str, str]:
+        """The environment variables of this process."""
+        return dict(os.environ)
+
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """The place that the driver has given or will give, regardless of the environment."""
         if self.elastic is not None:
