@@ -348,6 +348,9 @@ def arrow_of(name: str, values: Any, *, as_bytes: bool) -> tuple[Any, Any]:
         raise ValueError(f"column {name!r} is a single value; expected an array with an entry for each row")
     try:
         if array.ndim == 1:
+            # NumPy's arrays of bytes lose zeros at the end, and Arrow's conversion of them all after a zero.
+            if array.dtype.kind == "S":
+                array = np.asarray(values, object)
             column = pa.array(array if array.dtype.kind != "O" else array.tolist())
             return pa.field(name, column.type), column
         shape, size = array.shape[1:], math.prod(array.shape[1:])

@@ -34,6 +34,12 @@ def test_row_groups_have_the_given_size_however_the_rows_come(tmp_path: Path, si
     assert parquet.read_table(path)["x"].to_pylist() == list(range(10))
 
 
+def test_bytes_are_written_with_their_zeros(tmp_path: Path) -> None:
+    values = [b"a\0b", b"a\0", b"", b"\0\0"]
+    write_parquet({"x": values}, tmp_path / "x.parquet")
+    assert parquet.read_table(tmp_path / "x.parquet")["x"].to_pylist() == values
+
+
 def test_a_part_may_have_the_memory_of_the_one_before(tmp_path: Path) -> None:
     numbers, images = np.empty(3), np.empty((3, 2), np.uint8)
 
