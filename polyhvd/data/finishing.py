@@ -1,43 +1,80 @@
-"""From rows as files have them to a batch as the program gets it: images are decoded, lists are padded, and
-rows that cannot be read are left out or an error."""
+"""From rows as files have them to a batch as the program gets it: images are decoded, lists are padded, rows
+that cannot be read are left out or an error, and the user's function transforms the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from polyhvd.data.columns import Column
-from polyhvd.data.files import Group, ParquetFiles
+from polyhvd.data.files import ParquetFiles
 from polyhvd.data.images import ImageError
 from polyhvd.data.order import Indices
 from polyhvd.errors import DataError
 
-__all__ = ["Finishing"]
+__all__ = ["Finishing", "Made", "StandIn"]
 
 #: An array of rows for each column.
 _Arrays = list[npt.NDArray[Any]]
 
 
+class Made(NamedTuple):
+    """A batch, before it is given to the program.
+
+    Args:
+        loaded: its arrays; None: no row could be read.
+        indices: the numbers of the rows.
+        weight: of the batch.
+        bytes: of the arrays, as far as it is known.
+        left_out: file and reason of each row that could not be decoded.
+    """
+
+    loaded: Any
+    indices: Indices
+    weight: float
+    bytes: int
+    left_out: list[tuple[str, str]]
+
+
 class Finishing:
-    """Finishes batches. It is done batch by batch, since what is finished takes more memory.
+    """Makes batches of rows, one by one, since what is made takes more memory. Another process can have a
+    copy.
 
     Args:
         files: that the rows are from.
+        transform: of :class:`polyhvd.data.FileLoader`.
+        row_bytes: of a row in memory, before it is decoded.
     """
 
-    def __init__(self, files: ParquetFiles) -> None:
-        self._files = files
+    def __init__(
+        self,
+        files: ParquetFiles,
+        transform: Callable[[dict[str, npt.NDArray[Any]]], Any] | None,
+        row_bytes: float,
+    ) -> None:
+        self._columns = files.columns
+        self._transform = transform
+        self._row_bytes = row_bytes
+        self._skips = files.skips is not None
+        self._is_filtered = files.is_filtered
+        self._files = [str(file) for file in files.files]
         self._ends = np.cumsum([group.rows for group in files.groups])
-        self._spare: tuple[_Arrays, Indices] | None = None  # a single row, decoded
+        self._groups = np.asarray([(group.file, group.number) for group in files.groups]).reshape(-1, 2)
 
-    def finish(self, arrays: _Arrays, indices: Indices, weight: float) -> tuple[_Arrays, Indices, float]:
-        """The arrays, indices and weight of a batch.
+    @property
+    def is_trivial(self) -> bool:
+        """Whether batches have the rows as they are read."""
+        return self._transform is None and not any(column.decoder for column in self._columns)
+
+    def __call__(self, arrays: _Arrays, indices: Indices, weight: float) -> Made:
+        """The batch of some rows.
 
         Rows that are left out keep their place in the step with weight 0: the weight is multiplied with the
-        part of the rows that is left. If there is none, the batch has another row and weight 0.
+        part of the rows that is left.
 
         Args:
             arrays: of rows, one for each column.
@@ -46,24 +83,40 @@ class Finishing:
 
         Raises:
             DataError: a row cannot be decoded; the error names file, row group, row and column.
-            Exception: what a function of ``decode=`` has raised.
+            ValueError: ``transform`` has returned None.
+            Exception: what ``transform`` or a function of ``decode=`` has raised.
         """
-        decoded, is_good = self._decoded(arrays, indices)
+        left_out: list[tuple[str, str]] = []
+        decoded, is_good = self._decoded(arrays, indices, left_out)
         if not is_good.all():
             weight *= float(is_good.mean())
             decoded, indices = [rows[is_good] for rows in decoded], indices[is_good]
-        if len(indices) == 0:
-            decoded, indices = deepcopy(self._stand_in())  # the program may change it, and gets it again
-        elif self._spare is None and self._files.skips is not None:
-            self._spare = deepcopy(([rows[:1] for rows in decoded], indices[:1]))
-        columns = zip(self._files.columns, decoded, strict=True)
-        return [self._joined(column, rows, indices) for column, rows in columns], indices, weight
+            if len(indices) == 0:
+                return Made(None, indices, weight, 0, left_out)
+        columns = zip(self._columns, decoded, strict=True)
+        finished = [self._joined(column, rows, indices) for column, rows in columns]
+        size = max(int(len(indices) * self._row_bytes), sum(array.nbytes for array in finished))
+        names = [column.name for column in self._columns]
+        loaded: Any = dict(zip(names, finished, strict=True))
+        if self._transform is not None:
+            loaded = self._transform(loaded)
+            if loaded is None:
+                raise ValueError("transform returned None; expected a mapping or a sequence of arrays")
+            values = loaded.values() if isinstance(loaded, Mapping) else loaded
+            size = max(size, sum(getattr(value, "nbytes", 0) for value in values))
+        return Made(loaded, indices, weight, size, left_out)
 
-    def _decoded(self, arrays: _Arrays, indices: Indices) -> tuple[_Arrays, npt.NDArray[np.bool_]]:
+    def can_decode(self, arrays: _Arrays, index: int) -> bool:
+        """Whether a single row can be decoded."""
+        return bool(self._decoded(arrays, np.asarray([index], np.int64), [])[1].all())
+
+    def _decoded(
+        self, arrays: _Arrays, indices: Indices, left_out: list[tuple[str, str]]
+    ) -> tuple[_Arrays, npt.NDArray[np.bool_]]:
         """Rows that are decoded but in no common array, and which of them are good."""
         is_good = indices >= 0
         decoded = list(arrays)
-        for number, column in enumerate(self._files.columns):
+        for number, column in enumerate(self._columns):
             if column.decoder is None:
                 continue
             decoded[number] = np.empty(len(indices), object)
@@ -72,12 +125,11 @@ class Finishing:
                 try:
                     decoded[number][place] = self._row(column, arrays[number][place], index)
                 except Exception as error:
-                    if self._files.skips is None:
+                    if not self._skips:
                         raise
-                    reason = (
-                        error if isinstance(error, DataError) else f"{self._where(column, index)}: {error!r}"
-                    )
-                    self._files.skips.report(str(self._files.files[self._place(index)[0].file]), reason)
+                    is_known = isinstance(error, DataError)
+                    reason = str(error) if is_known else f"{self._where(column, index)}: {error!r}"
+                    left_out.append((self._place(index)[0], reason))
                     is_good[place] = False
         return decoded, is_good
 
@@ -91,25 +143,6 @@ class Finishing:
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(self._where(column, index))
             raise
-
-    def _stand_in(self) -> tuple[_Arrays, Indices]:
-        """A row that can be read, for a batch that has none."""
-        first = 0
-        for group in self._files.groups if self._spare is None else ():
-            arrays, is_good = self._files.read_good(group)
-            for row in np.flatnonzero(is_good):
-                indices = np.asarray([first + row], np.int64)
-                decoded, is_decoded = self._decoded([array[row : row + 1] for array in arrays], indices)
-                if is_decoded.all():
-                    self._spare = decoded, indices
-                    return self._spare
-            first += group.rows
-        if self._spare is None:
-            raise DataError(
-                f"none of the {first} rows of {self._files.files[0]} and {len(self._files.files) - 1} other "
-                "files can be read; the warnings have the reasons"
-            )
-        return self._spare
 
     def _joined(self, column: Column, rows: npt.NDArray[Any], indices: Indices) -> npt.NDArray[Any]:
         return column.padded(rows) if column.decoder is None else self._stacked(column, list(rows), indices)
@@ -126,16 +159,52 @@ class Finishing:
                 )
         return np.stack(parts)
 
-    def _place(self, index: int) -> tuple[Group, int]:
-        """The row group that has a row, and the row's number in it."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        group = self._files.groups[number]
-        return group, index - int(self._ends[number]) + group.rows
+    def _place(self, index: int) -> tuple[str, int, int]:
+        """The file of a row, the number of its row group, and the row's number in it."""
+        place = int(np.searchsorted(self._ends, index, side="right"))
+        first = int(self._ends[place - 1]) if place else 0
+        file, number = self._groups[place].tolist()
+        return self._files[file], number, index - first
 
     def _where(self, column: Column, index: int) -> str:
-        group, row = self._place(index)
-        selected = " of those that filter= selects" if self._files.is_filtered else ""
-        return (
-            f"{self._files.files[group.file]}: row group {group.number}, row {row}{selected}, "
-            f"column {column.name!r}"
+        file, number, row = self._place(index)
+        selected = " of those that filter= selects" if self._is_filtered else ""
+        return f"{file}: row group {number}, row {row}{selected}, column {column.name!r}"
+
+
+class StandIn:
+    """The row of a batch that has none: the first one of the files that can be read. It has weight 0.
+
+    Args:
+        files: in which it is searched for when it is first needed.
+        finishing: of their rows.
+    """
+
+    def __init__(self, files: ParquetFiles, finishing: Finishing) -> None:
+        self._files = files
+        self._finishing = finishing
+        self._row: tuple[_Arrays, Indices] | None = None
+
+    def made(self) -> Made:
+        """The batch.
+
+        Raises:
+            DataError: no row can be read.
+        """
+        if self._row is None:
+            self._row = self._found()
+        return self._finishing(*deepcopy(self._row), 0.0)  # the program may change it, and gets it again
+
+    def _found(self) -> tuple[_Arrays, Indices]:
+        first = 0
+        for group in self._files.groups:
+            arrays, is_good = self._files.read_good(group)
+            for row in np.flatnonzero(is_good):
+                own = [array[row : row + 1] for array in arrays]
+                if self._finishing.can_decode(own, first + int(row)):
+                    return own, np.asarray([first + row], np.int64)
+            first += group.rows
+        raise DataError(
+            f"none of the {first} rows of {self._files.files[0]} and {len(self._files.files) - 1} other "
+            "files can be read; the warnings have the reasons"
         )

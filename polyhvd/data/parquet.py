@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from polyhvd.data.ahead import Ahead
 from polyhvd.data.cache import cache_of
 from polyhvd.data.columns import require_pyarrow
 from polyhvd.data.files import ParquetFiles
-from polyhvd.data.finishing import Finishing
+from polyhvd.data.finishing import Finishing, StandIn
 from polyhvd.data.loader import Batch, Loader
 from polyhvd.data.order import Indices, Order, Section, Step, at_least
 from polyhvd.data.position import Place
-from polyhvd.data.prefetch import Prefetch
 from polyhvd.data.read_ahead import ReadAhead
 from polyhvd.data.skips import Skips
 from polyhvd.data.storage import Source
+from polyhvd.data.workers import Workers
 from polyhvd.errors import NotInitializedError
 
 __all__ = ["FileLoader", "ParquetLoader"]
@@ -75,8 +76,12 @@ class FileLoader(Loader):
         pad: for each column of lists of different lengths the value that extends them to the longest of the
             batch; None leaves a row of objects for each, which ``transform`` can make an array.
         transform: is called with each batch, a dict of arrays by the names of the columns, in the thread that
-            reads ahead. What it returns, another mapping or a sequence, takes its place. Its exceptions are
-            raised where the batch is asked for.
+            reads ahead or in ``workers``. What it returns, another mapping or a sequence, takes its place.
+            Its exceptions are raised where the batch is asked for.
+        workers: the number of processes that decode and transform batches; 0: the thread does it. Order and
+            content of the batches are the same. They are new Python processes, which get ``transform`` and
+            the functions of ``decode`` by cloudpickle, with copies of what these refer to, and return arrays
+            in shared memory. Each of them may be one batch ahead, whatever ``prefetch_bytes``.
         on_error: "raise", or "skip": rows that cannot be read are left out, with a warning for each file, and
             counted in ``hvd.counters()``. They keep their place in the order, with weight 0. Files that
             cannot be opened are left out of the order.
@@ -130,6 +135,7 @@ class FileLoader(Loader):
         decode: Sequence[str] | Mapping[str, str | Callable[[bytes], Any] | None] | None = None,
         pad: Mapping[str, Any] | None = None,
         transform: Callable[[dict[str, npt.NDArray[Any]]], Any] | None = None,
+        workers: int = 0,
         on_error: str = "raise",
         streams: int | None = None,
         shuffle_bytes: int = 128 * _MIB,
@@ -143,11 +149,11 @@ class FileLoader(Loader):
         require_pyarrow(f"polyhvd.data.{type(self).__name__}")
         self._shuffle_bytes = at_least(1, "shuffle_bytes", shuffle_bytes)
         self._prefetch_bytes = at_least(0, "prefetch_bytes", prefetch_bytes)
+        self._workers_count = at_least(0, "workers", workers)
         if transform is not None and not callable(transform):
             raise ValueError(f"transform is {transform!r}; expected a function of a dict of arrays")
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error is {on_error!r}; expected 'raise' or 'skip'")
-        self._transform = transform
         self._files = ParquetFiles(
             source,
             columns=columns,
@@ -184,7 +190,10 @@ class FileLoader(Loader):
             last=last,
             placement=placement,
         )
-        self._ahead: tuple[_Expected, Prefetch[Batch]] | None = None
+        self._finishing = Finishing(self._files, transform, self._row_bytes)
+        self._stand_in = StandIn(self._files, self._finishing)
+        self._workers: Workers | None = None
+        self._ahead: tuple[_Expected, Ahead] | None = None
 
     @property
     def schema(self) -> Any:
@@ -272,22 +281,39 @@ class FileLoader(Loader):
         expected = _Expected(self._order, self._epoch, step.cursor, place)
         if self._ahead is None or self._ahead[0] != expected or not self._ahead[1].is_usable:
             self._end(wait=True)  # or two threads would call ``transform`` at the same time
+            if self._workers_count and (self._workers is None or not self._workers.is_usable):
+                self._workers = Workers(self._workers_count, self._finishing)
+            self._stand_in = StandIn(self._files, self._finishing)
             shard = _Shard(self._files, self._order, self._epoch, self._row_bytes, self._prefetch_bytes)
-            steps = shard.steps(step.cursor, self._rows(place), place, self._last)
-            batches = _batches(steps, self._files, self._transform, self._row_bytes)
-            self._ahead = (expected, Prefetch(batches, self._prefetch_bytes))
+            rows = self._rows(place)
+            self._ahead = (
+                expected,
+                Ahead(
+                    shard.steps(step.cursor, rows, place, self._last),
+                    self._finishing,
+                    self._workers,
+                    bytes_max=self._prefetch_bytes,
+                    epoch=self._epoch,
+                    number=step.cursor // rows,
+                ),
+            )
         ahead = self._ahead[1]
-        batch = ahead.next()
+        made = ahead.next()
         self._ahead = (expected._replace(cursor=step.after), ahead)
-        return batch
+        if self._files.skips is not None:
+            for file, reason in made.left_out:
+                self._files.skips.report(file, reason)
+            if made.loaded is None:
+                made = self._stand_in.made()
+        return Batch(made.loaded, made.indices, made.weight)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, which starts another thread to read ahead."""
-        return {**super().__getstate__(), "_ahead": None}
+        """The state of a copy, which starts another thread and other processes to read ahead."""
+        return {**super().__getstate__(), "_ahead": None, "_workers": None}
 
     def _template(self) -> Batch:
         columns = self._files.columns
-        if self._transform is not None or any(column.decoder for column in columns):
+        if not self._finishing.is_trivial:
             return super()._template()
         arrays = {
             column.name: column.padded(np.empty((0, *column.shape), column.dtype)) for column in columns
@@ -295,7 +321,11 @@ class FileLoader(Loader):
         return Batch(arrays, np.empty(0, np.int64), 1.0)
 
     def _end(self, *, wait: bool = False) -> None:
-        if self._ahead is not None and self._ahead[1].close(wait=wait):
+        if self._ahead is None:
+            return
+        if not (has_ended := self._ahead[1].close()) and self._workers is not None:
+            self._workers.close()  # the thread waits for them
+        if has_ended or self._ahead[1].close(wait=wait):
             self._ahead = None
 
 
@@ -306,8 +336,8 @@ class ParquetLoader(FileLoader):
         source: the folders' files end in .parquet, .parq or .pq.
 
             ``format``, ``columns``, ``batch_size``, ``global_batch_size``, ``shuffle``, ``seed``, ``last``,
-            ``filter``, ``fill_null``, ``decode``, ``pad``, ``transform``, ``on_error``, ``streams``,
-            ``shuffle_bytes``, ``prefetch_bytes``, ``filesystem``, ``read_attempts``, ``cache``,
+            ``filter``, ``fill_null``, ``decode``, ``pad``, ``transform``, ``workers``, ``on_error``,
+            ``streams``, ``shuffle_bytes``, ``prefetch_bytes``, ``filesystem``, ``read_attempts``, ``cache``,
             ``cache_bytes`` and ``placement`` are those of :class:`FileLoader`, where ``format`` is "parquet"
             if it is None.
 
@@ -337,27 +367,6 @@ class _Expected(NamedTuple):
 
 #: An array for each column, and the numbers of the rows.
 _Arrays = list[npt.NDArray[Any]]
-
-
-def _batches(
-    steps: Iterator[tuple[_Arrays, float]],
-    files: ParquetFiles,
-    transform: Callable[[dict[str, npt.NDArray[Any]]], Any] | None,
-    row_bytes: float,
-) -> Iterator[tuple[int, Batch]]:
-    """The batches of steps, each with its number of bytes."""
-    finishing = Finishing(files)
-    for (*arrays, numbers), share in steps:
-        finished, indices, weight = finishing.finish(arrays, numbers, share)
-        loaded: Any = dict(zip(files.schema.names, finished, strict=True))
-        size = max(int(len(indices) * row_bytes), sum(array.nbytes for array in finished))
-        if transform is not None:
-            loaded = transform(loaded)
-            if loaded is None:
-                raise ValueError("transform returned None; expected a mapping or a sequence of arrays")
-            values = loaded.values() if isinstance(loaded, Mapping) else loaded
-            size = max(size, sum(getattr(value, "nbytes", 0) for value in values))
-        yield size, Batch(loaded, indices, weight)
 
 
 class _Opened(NamedTuple):
@@ -404,7 +413,9 @@ class _Shard:
         self._kept: dict[int, tuple[int, _Arrays]] = {}
         self._planned: deque[_Opened | _Taken] = deque()
 
-    def steps(self, cursor: int, rows: int, place: Place, last: str) -> Iterator[tuple[_Arrays, float]]:
+    def steps(
+        self, cursor: int, rows: int, place: Place, last: str
+    ) -> Generator[tuple[_Arrays, float], None, None]:
         """The arrays and the weight of a rank's rows in each step from a position on."""
         is_remote = any(file.storage.is_remote for file in self._files.files)
         pieces: list[_Arrays] = []

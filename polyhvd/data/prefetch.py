@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -24,8 +25,9 @@ class Prefetch(Generic[T]):
 
     Args:
         items: yields the number of bytes of each item, and the item. Only the thread uses it.
-        bytes_max: the thread waits while so many bytes of items have not been taken. One item may always be
-            ahead, however large it is.
+        bytes_max: the thread waits while so many bytes of items have not been taken.
+        items_min: so many items may always be ahead, however large they are.
+        items_max: and so many at most, however small.
 
     Example::
 
@@ -34,9 +36,17 @@ class Prefetch(Generic[T]):
         ahead.close()
     """
 
-    def __init__(self, items: Iterator[tuple[int, T]], bytes_max: int) -> None:
+    def __init__(
+        self,
+        items: Iterator[tuple[int, T]],
+        bytes_max: int,
+        *,
+        items_min: int = 1,
+        items_max: int = sys.maxsize,
+    ) -> None:
         self._items = items
         self._bytes_max = bytes_max
+        self._items_min, self._items_max = items_min, items_max
         self._changed = threading.Condition()
         self._ready: deque[tuple[int, T]] = deque()
         self._bytes = 0
@@ -111,12 +121,16 @@ class Prefetch(Generic[T]):
     def _add(self, size: int, item: T) -> bool:
         """Hand over an item when there is room for it; False: none is wanted any more."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or not self._ready or self._bytes + size <= self._bytes_max
-            )
+            self._changed.wait_for(lambda: self._closed or self._has_room(size))
             if self._closed:
                 return False
             self._ready.append((size, item))
             self._bytes += size
             self._changed.notify_all()
         return True
+
+    def _has_room(self, size: int) -> bool:
+        ahead = len(self._ready)
+        if ahead < self._items_min:
+            return True
+        return ahead < self._items_max and self._bytes + size <= self._bytes_max

@@ -23,6 +23,7 @@ __all__ = [
     "enter",
     "find",
     "forget_in_child",
+    "inherit",
     "leave",
     "lock",
     "of_generation",
@@ -40,7 +41,7 @@ _world: World | None = None  # written under `lock`; reads are of one reference,
 _listeners: list[Callable[[_core.Engine | None], None]] = []  # under `lock`
 _leavers: list[Callable[[World], None]] = []  # likewise
 _preparers: list[Callable[[], None]] = []  # likewise
-#: In a forked child of a rank: the rank's place and process. Written once, before the child has threads.
+#: In a child of a rank that is no rank itself: the rank's place and process.
 _parent: tuple[Placement, int] | None = None
 
 
@@ -170,3 +171,13 @@ def forget_in_child() -> None:
     if _world is not None:
         _parent = (_world.placement, os.getppid())
     _world = None
+
+
+def inherit(place: Placement | None) -> None:
+    """Have :func:`placement` return that of a rank, in a process that the rank has started to work for it.
+
+    Args:
+        place: the rank's; None: it is in no world.
+    """
+    global _parent
+    _parent = None if place is None else (place, os.getppid())
