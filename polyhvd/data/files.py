@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -130,6 +131,19 @@ class ParquetFiles:
         paths = [file.absolute for file in self.files]
         folder = os.path.commonpath(map(os.path.dirname, paths))
         return [os.path.relpath(path, folder) for path in paths]
+
+    def described(self) -> dict[str, str]:
+        """For the name of each file its rows and row groups, in words that differ if these do."""
+        sizes: list[list[tuple[int, ...]]] = [[] for _ in self.files]
+        for group in self.groups:
+            sizes[group.file].append(group[1:])
+        texts = {}
+        for name, those in zip(self.names, sizes, strict=True):
+            checksum = zlib.crc32(repr(those).encode())
+            rows, stored = (sum(size[place] for size in those) for place in (1, 2))
+            parts = f"{len(those)} {self.format.groups}"
+            texts[name] = f"{rows} rows in {parts} of {stored} bytes (checksum {checksum:08x})"
+        return texts
 
     def read(self, group: Group) -> list[npt.NDArray[Any]]:
         """The selected rows of a row group: an array for each column.

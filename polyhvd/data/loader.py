@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+from polyhvd.data.agreement import Agreement
 from polyhvd.data.counting import count, waiting
 from polyhvd.data.order import Indices, Step
 from polyhvd.data.position import Place, Position
@@ -47,6 +48,8 @@ class Batch:
 class Loader(Position, ABC):
     """Loads the batch of each step for this rank; users see it through the classes derived from it."""
 
+    _agreement: Agreement | None = None
+
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the steps that are left in this epoch."""
         return self._iterate(self._begin())
@@ -57,6 +60,7 @@ class Loader(Position, ABC):
                 place = self._place()
                 step = self._next(self._cursor, place)
                 if step is None:
+                    self._require_agreement()
                     self._used = True
                     return
                 with waiting():
@@ -76,16 +80,23 @@ class Loader(Position, ABC):
         own = self._begin()
         try:
             yield from self._go_ahead(own, self._counted)
+            self._require_agreement()
         finally:
             if self._iteration == own:
                 self._end()
 
     def _counted(self, step: Step, place: Place) -> Batch:
         """:meth:`_load`, in the counters."""
+        self._require_agreement()
         batch = self._load(step, place)
         rows = len(batch.indices) if batch.weight else 0
         count(data_batches=1, data_rows=rows, data_rows_skipped=step.share(place.rank) - rows)
         return batch
+
+    def _require_agreement(self) -> None:
+        """Raise DataError if the ranks are found to read different data."""
+        if self._agreement is not None:
+            self._agreement.check()
 
     @abstractmethod
     def _load(self, step: Step, place: Place) -> Batch:

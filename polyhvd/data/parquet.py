@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from polyhvd.data.agreement import Agreement, Description
 from polyhvd.data.ahead import Ahead
 from polyhvd.data.cache import cache_of
 from polyhvd.data.columns import require_pyarrow
@@ -194,6 +195,26 @@ class FileLoader(Loader):
         self._stand_in = StandIn(self._files, self._finishing)
         self._workers: Workers | None = None
         self._ahead: tuple[_Expected, Ahead] | None = None
+        if placement is None:
+            self._agreement = Agreement(type(self).__name__, self._described)
+
+    def _described(self) -> Description:
+        """What has to be the same on all ranks."""
+        order = self._order
+        arguments = {
+            "seed": order.seed,
+            "batch_size": self._batch_size,
+            "global_batch_size": self._global_batch_size,
+            "shuffle": order.shuffle,
+            "last": self._last,
+            "streams": order.streams,
+            "window": order.window,
+        }
+        return {
+            "file": self._files.described(),
+            "column": {field.name: str(field.type) for field in self.schema},
+            "argument": {name: str(value) for name, value in arguments.items()},
+        }
 
     @property
     def schema(self) -> Any:

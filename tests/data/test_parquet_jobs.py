@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -218,3 +219,47 @@ def test_program_ends_while_a_dataset_is_being_read(
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert ended.returncode == code, ended.stderr
     assert ended.stderr.splitlines()[-1:] == ([] if code == 0 else ["KeyboardInterrupt"])
+
+
+#: Rank 0 reads all the time that the others wait for it, with a loader that they never read.
+VALIDATING = """
+import sys, time
+from pathlib import Path
+
+import polyhvd.numpy as hvd
+from polyhvd.data import ParquetLoader
+
+hvd.init()
+for epoch in range(2):
+    if hvd.rank() == 0:
+        loader = ParquetLoader(sys.argv[1], batch_size=2)
+        for batch in loader:
+            time.sleep(0.1)
+    hvd.barrier()
+    time.sleep(1.5)
+if hvd.rank() == 0:
+    hvd.shutdown() if sys.argv[2] == "first" else time.sleep(1)
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_rank_that_validates_without_the_others_is_no_stall(
+    fork_servers: ForkServers, tmp_path: Path, order: str
+) -> None:
+    write_parquet({"x": np.arange(30)}, tmp_path / "x.parquet", rows_per_group=5)
+    script = tmp_path / "job.py"
+    script.write_text(VALIDATING)
+    python = fork_servers.python(3, IMPORTS["numpy"])
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", "3", *python, str(script), str(tmp_path), order]
+    environment = {
+        **os.environ,
+        "POLYHVD_STALL_CHECK_TIME_SECONDS": "1",
+        "POLYHVD_STALL_SHUTDOWN_TIME_SECONDS": "2",
+    }
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("ended") == 3
+    assert "polyhvd.data/" not in ended.stderr

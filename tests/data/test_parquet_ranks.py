@@ -12,6 +12,7 @@ import polyhvd.numpy as hvd
 import pytest
 
 from polyhvd.data import ParquetLoader, write_parquet
+from polyhvd.errors import DataError
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -83,3 +84,91 @@ def test_ranks_count_the_rows_that_they_leave_out_and_have_equally_many_steps(tm
     assert len(rows) + sum(hvd.allgather_object(counted)) == 50
     assert set(range(50)) - set(rows) <= set(range(0, 50, 3))
     assert len(set(rows)) == len(rows)
+
+
+def iterate(loader: ParquetLoader) -> None:
+    for batch in loader:
+        hvd.allreduce(batch.weight * np.ones(1), name="step")
+
+
+def folder_of_rank(path: Path, files: int, rows: int = 12) -> Path:
+    for number in range(files):
+        write_parquet({"x": np.arange(rows) + 100 * number}, path / f"{number}.parquet", rows_per_group=3)
+    return path
+
+
+def test_file_that_one_rank_does_not_see_is_an_error_of_a_plain_loop_on_every_rank(tmp_path: Path) -> None:
+    last = hvd.size() - 1
+    folder = folder_of_rank(tmp_path / str(hvd.rank()), 2 if hvd.rank() == last else 3)
+    loader = ParquetLoader(folder, batch_size=1)
+    with pytest.raises(DataError) as raised:
+        iterate(loader)
+    others = "rank 0" if last == 1 else "ranks 0, 1"
+    assert "file '2.parquet': 12 rows in 4 row groups of" in str(raised.value)
+    assert f" on {others}; missing on rank {last};" in str(raised.value)
+    assert "ParquetLoader(test_parquet_ranks.py:" in str(raised.value)
+
+
+def test_file_with_other_rows_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    folder = folder_of_rank(tmp_path / str(hvd.rank()), 3)
+    if hvd.rank() == 1:
+        write_parquet({"x": np.arange(12)}, folder / "1.parquet", rows_per_group=4)
+    loader = ParquetLoader(folder, batch_size=4, shuffle=False)
+    with pytest.raises(
+        DataError, match=r"file '1.parquet': 12 rows in 4 row groups .* on rank.* 0.*in 3 row"
+    ):
+        iterate(loader)
+
+
+def test_difference_is_found_at_the_end_of_an_epoch_of_one_step(tmp_path: Path) -> None:
+    folder = folder_of_rank(tmp_path / str(hvd.rank()), 1, rows=hvd.size())
+    loader = ParquetLoader(folder, batch_size=1, seed=min(hvd.rank(), 1))
+    with pytest.raises(DataError, match=r"argument 'seed': 0 on rank 0; 1 on rank"):
+        iterate(loader)
+
+
+def test_files_in_another_order_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    folder = folder_of_rank(tmp_path / str(hvd.rank()), 3)
+    loader = ParquetLoader(sorted(folder.iterdir(), reverse=hvd.rank() == 1), batch_size=2)
+    with pytest.raises(
+        DataError, match=r"file number 0 in the order: '0.parquet' on .*'2.parquet' on rank 1;"
+    ):
+        iterate(loader)
+
+
+def test_other_types_of_a_column_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    dtype = np.float32 if hvd.rank() == 1 else np.int32
+    write_parquet({"x": np.arange(12).astype(dtype)}, tmp_path / str(hvd.rank()) / "x.parquet")
+    loader = ParquetLoader(tmp_path / str(hvd.rank()), batch_size=2)
+    with pytest.raises(DataError, match=r"column 'x': int32 on rank.* 0.*; float on rank 1;"):
+        iterate(loader)
+
+
+def test_loader_that_only_one_rank_iterates_over_does_not_wait(tmp_path: Path) -> None:
+    folder = folder_of_rank(tmp_path / "own" / str(hvd.rank()), 2 + hvd.rank())
+    train = ParquetLoader(folder_of_rank(tmp_path / str(hvd.rank()), 3), batch_size=2)
+    before = hvd.counters()
+    for epoch in range(3):
+        train.set_epoch(epoch)
+        for batch in train:
+            hvd.allreduce(batch.weight * np.ones(1), name="step")
+        if hvd.rank() == 0:
+            assert len(list(ParquetLoader(folder, batch_size=2))) > 1
+    hvd.barrier()
+    assert hvd.counters()["pending"] - before["pending"] == (3 if hvd.rank() == 0 else 0)
+
+
+def test_loaders_of_one_line_are_compared_in_the_order_of_their_loops(tmp_path: Path) -> None:
+    loaders = [
+        ParquetLoader(folder_of_rank(tmp_path / f"{hvd.rank()}.{n}", n), batch_size=1) for n in (1, 2, 3)
+    ]
+    for loader in reversed(loaders):
+        rows = sum(len(batch.indices) for batch in loader if batch.weight)
+        assert hvd.allreduce(np.array(float(rows)), op=hvd.Sum) == loader.state_dict()["rows"]
+
+
+def test_loader_with_a_placement_is_not_compared(tmp_path: Path) -> None:
+    folder = folder_of_rank(tmp_path / str(hvd.rank()), 1 + hvd.rank())
+    loader = ParquetLoader(folder, batch_size=1, placement=lambda: (0, 1))
+    assert len(list(loader)) == 12 * (1 + hvd.rank())
+    hvd.barrier()

@@ -7,6 +7,7 @@
 #include "control/coordinator.h"
 #include "control/disagreement.h"
 #include "control/uneven.h"
+#include "control/unhurried.h"
 
 namespace polyhvd {
 
@@ -79,7 +80,7 @@ std::vector<Stalled> Coordinator::stalled(Time now, std::chrono::duration<double
   const auto add_if_old = [&](const TurnKey& key, const std::string& name, Time since,
                               const MemberMask& ready, const std::vector<std::string>& where) {
     const std::chrono::duration<double> age = now - since;
-    if (ready.empty() || age < at_least) return;
+    if (ready.empty() || age < at_least || is_unhurried(name)) return;
     Stalled& stalled = found.emplace_back(Stalled{key.process_set, name, age, {}, {}, key.kind});
     stalled.runs = runs_of(key, name);
     const std::span<const int> members = sets_.members(key.process_set);

@@ -4,6 +4,7 @@
 #include <new>
 #include <thread>
 
+#include "control/unhurried.h"
 #include "control/wire.h"
 #include "engine/stand_in.h"
 
@@ -199,7 +200,7 @@ void Controller::refuse(const Refusal& refusal) {
   if (operation && operation->announced && !operation->agreed) {
     operation->agreed = true;
     if (cause_.words.empty()) cause_ = refusal.cause;
-    queue_.waits().on_agreement(ticks_now());
+    if (!is_unhurried(refusal.name)) queue_.waits().on_agreement(ticks_now());
     work_.push_back({refusal.process_set, {std::move(operation)}, refusal.error, {}});
   } else if (key.turn != 0 && queue_.has_joined()) {
     queue_.pass_over(key);
@@ -225,7 +226,7 @@ void Controller::apply_batch(const Batch& batch) {
     operation->agreed = true;
     ++agreement->runs.count;
     queue_.recorder().on_agreement(*operation, batches_, id, batch.ids.size(), now);
-    if (!operation->stands_in) queue_.waits().on_agreement(now);
+    if (!operation->stands_in && !is_unhurried(agreement->name)) queue_.waits().on_agreement(now);
     if (agreement->kind == OpKind::kAllgather) operation->rows = agreement->rows;
     change_sets(*agreement, *operation);
     work.operations.push_back(std::move(operation));

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "control/error.h"
+#include "control/unhurried.h"
 #include "control/wire.h"
 
 namespace polyhvd {
@@ -288,12 +289,17 @@ OperationPtr OpQueue::submit(Submission&& submission, const std::function<std::s
 void OpQueue::announce(Report& report) {
   std::lock_guard lock(mutex_);
   const Ticks now = ticks_now();
+  std::size_t unhurried = 0;
   for (const OperationPtr& operation : unannounced_) {
     if (operation->cache_version != cache_version_) {
       operation->announced_as = cache_.find(operation->submission, operation->position);
     }
     operation->announced = true;
-    recorder_.on_announce(*operation, now);
+    if (is_unhurried(operation->submission.name)) {
+      ++unhurried;
+    } else {
+      recorder_.on_announce(*operation, now);
+    }
     if (operation->announced_as) {
       if (const Turn turn = operation->submission.turn; turn != 0) {
         report.subtree_turns.push_back({0, *operation->announced_as, turn});
@@ -305,7 +311,7 @@ void OpQueue::announce(Report& report) {
       report.requests.push_back(request_of(*operation));
     }
   }
-  waits_.on_announce(unannounced_.size(), now);
+  waits_.on_announce(unannounced_.size() - unhurried, now);
   unannounced_.clear();
   news_.store(0);
 }

@@ -1,0 +1,187 @@
+"""Compares what the ranks of a world read, without waiting for ranks that read nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyhvd.errors import DataError, HorovodInternalError
+from polyhvd.runtime import current
+from polyhvd.runtime.world import World
+
+__all__ = ["Agreement", "Description"]
+
+#: Of names of operations that no rank waits for; see csrc/control/unhurried.h.
+_PREFIX = "polyhvd.data/"
+#: How long a rank waits for the descriptions of the others, once it knows that they differ.
+_WAIT_S = 10.0
+_POLL_S = 0.005
+_CALLERS = 4  # of a loader, by which the ranks recognise it
+_OWN = (str(Path(__file__).parents[1]) + os.sep, str(Path(__file__).parents[2] / "frameworks") + os.sep)
+
+#: Under headings, a text for each name, in order: {"files": {"0.parquet": "100 rows"}}.
+Description = Mapping[str, Mapping[str, str]]
+
+_lock = threading.Lock()
+#: How many loaders of the same callers have begun to load in a world.
+_begun: weakref.WeakKeyDictionary[World, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+class Agreement:
+    """Raises an error on every rank if loaders that are the same line of a program read different data.
+
+    A rank sends a checksum when its loader begins to load in a world, and goes on. It looks at those of the
+    others with later batches, when all ranks have sent theirs, as they have once they have completed
+    a collective within the loop. If only some ranks load, nothing is compared, and none of them waits.
+
+    It has to be made in the constructor of the loader.
+
+    Args:
+        what: the name of the loader's class.
+        describe: returns what has to be the same on all ranks.
+    """
+
+    def __init__(self, what: str, describe: Callable[[], Description]) -> None:
+        self._describe = describe
+        callers = _callers()
+        self._label = f"{what}({callers[0]})" if callers else what
+        self._key = hashlib.sha256(json.dumps([what, callers]).encode()).hexdigest()[:16]
+        self._world: weakref.ref[World] | None = None
+        self._name = ""
+        self._handle: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which compares by itself."""
+        return {**self.__dict__, "_world": None, "_handle": None}
+
+    def check(self) -> None:
+        """Send the checksum if that was not done in this world, and compare those of all that are there.
+
+        Raises:
+            DataError: the ranks read different data. It names the first difference.
+        """
+        world = current.find()
+        if world is None or world.placement.size == 1 or world.engine.behind or world.has_joined:
+            return
+        try:
+            if self._world is None or self._world() is not world:
+                self._begin(world)
+            elif self._handle is not None and self._handle.done():
+                handle, self._handle = self._handle, None
+                self._compare(world, world.numpy.synchronize(handle))
+        except HorovodInternalError:
+            self._handle = None  # the program's next collective fails, too
+
+    def _begin(self, world: World) -> None:
+        with _lock:
+            begun = _begun.setdefault(world, Counter())
+            begun[self._key] += 1
+            number = begun[self._key]
+        self._world = weakref.ref(world)
+        self._name = f"{_PREFIX}{self._label}.{self._key}.{number}"
+        text = self._packed()
+        numbers = np.array([[world.placement.rank, len(text)]], "<i8").view(np.uint8)
+        digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)[None]
+        row = np.concatenate([numbers, digest], axis=1)
+        self._handle = world.numpy.allgather_async(row, name=self._name)
+
+    def _packed(self) -> bytes:
+        items = [[heading, list(texts.items())] for heading, texts in self._describe().items()]
+        return zlib.compress(json.dumps(items).encode(), 1)
+
+    def _compare(self, world: World, rows: Any) -> None:
+        digests: dict[bytes, list[int]] = defaultdict(list)
+        lengths: dict[int, int] = {}
+        for row in rows:
+            rank, lengths[rank] = row[:16].view("<i8").tolist()
+            digests[row[16:].tobytes()].append(rank)
+        if len(digests) == 1:
+            return
+        found = self._gathered(world, lengths)
+        if found is None:
+            groups = " and ".join(ranks_named(ranks) for ranks in digests.values())
+            difference = f"{groups} see different files, or have different arguments"
+        else:
+            difference = _difference(found)
+        raise DataError(
+            f"{self._label}: the ranks read different data: {difference}; all ranks need the same files and "
+            "arguments: check that the folder is the same on all hosts and that no program writes to it "
+            "while loaders are made, or pass placement= for a loader that not all ranks share"
+        )
+
+    def _gathered(self, world: World, lengths: dict[int, int]) -> dict[int, Description] | None:
+        """The descriptions of all ranks; None: not all have sent theirs in time."""
+        deadline = time.monotonic() + _WAIT_S
+        text = np.frombuffer(self._packed(), np.uint8)
+        handle = world.numpy.allgather_async(text, name=f"{self._name}.all")
+        while not handle.done():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_S)
+        everything = world.numpy.synchronize(handle).tobytes()
+        found: dict[int, Description] = {}
+        begin = 0
+        for rank, length in lengths.items():
+            items = json.loads(zlib.decompress(everything[begin : begin + length]))
+            found[rank] = {heading: dict(texts) for heading, texts in items}
+            begin += length
+        return found
+
+
+def ranks_named(ranks: list[int]) -> str:
+    """Ranks in a sentence.
+
+    Example::
+
+        ranks_named([0, 2]) == "ranks 0, 2"
+    """
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
+def _difference(found: Mapping[int, Description]) -> str:
+    """The first difference between the descriptions of ranks, which are not all the same."""
+    headings = dict.fromkeys(heading for description in found.values() for heading in description)
+    for heading in headings:
+        texts = {rank: description.get(heading, {}) for rank, description in found.items()}
+        for name in dict.fromkeys(name for those in texts.values() for name in those):
+            ranks: dict[str, list[int]] = defaultdict(list)
+            for rank, those in texts.items():
+                ranks[those.get(name, "missing")].append(rank)
+            if len(ranks) > 1:
+                return f"{heading} {name!r}: " + "; ".join(
+                    f"{text} on {ranks_named(those)}" for text, those in ranks.items()
+                )
+        for place, names in enumerate(zip(*texts.values(), strict=False)):
+            if len(set(names)) > 1:
+                ranks = defaultdict(list)
+                for rank, name in zip(texts, names, strict=True):
+                    ranks[name].append(rank)
+                return f"{heading} number {place} in the order: " + "; ".join(
+                    f"{name!r} on {ranks_named(those)}" for name, those in ranks.items()
+                )
+    raise AssertionError  # they are different
+
+
+def _callers() -> list[str]:
+    """The lines of the program that the current call came from, innermost first."""
+    found: list[str] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None and len(found) < _CALLERS:
+        path = frame.f_code.co_filename
+        if not path.startswith(_OWN):
+            found.append(f"{os.path.basename(path)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return found
