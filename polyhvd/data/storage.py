@@ -77,7 +77,8 @@ class Storage:
         self.prefix = prefix if prefix is not None else f"{kind}://" if self.is_remote else ""
         handler = getattr(self.arrow, "handler", None)
         self._fsspec = handler.fs if isinstance(handler, fs.FSSpecHandler) else None
-        self._is_flat = self._fsspec is not None or self.arrow.type_name in _FLAT
+        is_fsspec = self._fsspec is not None
+        self._is_flat = _lists_at_once(self._fsspec) if is_fsspec else self.arrow.type_name in _FLAT
         self._attempts = attempts if self.is_remote else 1
 
     def name(self, path: str) -> str:
@@ -165,28 +166,67 @@ class Storage:
         """The size of a file of a state, where the file system need not be asked."""
         return None if self._fsspec is not None else state[0]
 
-    def files_in(self, folder: str, *, recursive: bool) -> list[Any]:
-        """A ``pyarrow.fs.FileInfo`` of each file in a folder. Subfolders are listed in parallel."""
+    def files_in(self, folder: str, enters: Callable[[Sequence[str]], bool]) -> list[Any]:
+        """A ``pyarrow.fs.FileInfo`` of each file in a folder. Subfolders are listed in parallel.
+
+        Args:
+            folder: its path.
+            enters: whether a subfolder is listed, by the parts of its path below the folder. File systems
+                that list all files at once do not ask.
+
+        Raises:
+            OSError: a folder cannot be listed; it names the folder.
+        """
         from pyarrow import fs
 
         if self._fsspec is not None:
             self._fsspec.invalidate_cache()
+        above = len(parts_of(folder))
         found, folders = [], [folder]
         while folders:
-            lists = in_threads(lambda folder: self._list(folder, recursive), folders)
+            lists = in_threads(self._list, folders)
             infos = [info for those in lists for info in those]
             found += [info for info in infos if info.is_file]
-            folders = [info.path for info in infos if info.type == fs.FileType.Directory]
-            if self._is_flat or not recursive:
-                break
+            inner = [info.path for info in infos if info.type == fs.FileType.Directory]
+            folders = [] if self._is_flat else [path for path in inner if enters(parts_of(path)[above:])]
         return found
 
-    def _list(self, folder: str, recursive: bool) -> list[Any]:
+    def _list(self, folder: str) -> list[Any]:
+        import pyarrow as pa
         from pyarrow import fs
 
-        selector = fs.FileSelector(folder, recursive=recursive and self._is_flat)
-        infos: list[Any] = self.call(self.name(folder), lambda: self.arrow.get_file_info(selector))
-        return infos
+        def read() -> list[Any]:
+            if self._fsspec is not None and not self._is_flat:  # its find() leaves errors out
+                entries = self._fsspec.ls(folder, detail=True)
+                make = fs.FSSpecHandler._create_file_info
+                own = folder.strip("/")
+                return [make(e["name"], e) for e in entries if e["name"].strip("/") != own]
+            infos: list[Any] = self.arrow.get_file_info(fs.FileSelector(folder, recursive=self._is_flat))
+            return infos
+
+        try:
+            return self.call(self.name(folder), read)
+        except (OSError, pa.ArrowException) as error:
+            raise OSError(f"{self.name(folder)!r}: {error}") from error
+
+
+def _lists_at_once(filesystem: Any) -> bool:
+    """Whether a file system of fsspec has another way than listing folders to find all files below one."""
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    kind = type(filesystem)
+    return getattr(kind, "_find", kind.find) not in (AsyncFileSystem._find, AbstractFileSystem.find)
+
+
+def parts_of(path: str) -> list[str]:
+    """The names of the folders and the file of a path.
+
+    Example::
+
+        parts_of("/data//x.parquet") == ["data", "x.parquet"]
+    """
+    return [part for part in path.split("/") if part]
 
 
 class StoredFile(NamedTuple):
@@ -359,12 +399,67 @@ def _local_files(storage: Storage, path: str, name: str, suffixes: Sequence[str]
     elif root.exists() or not glob.has_magic(path):
         return [(StoredFile(storage, path), {})]
     else:
-        found = sorted(Path(name) for name in glob.glob(path, recursive=True) if os.path.isfile(name))
+        parts = path.split("/")
+        first = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+        above = "/".join(parts[:first]) or ("/" if first else "")
+        found = sorted(map(Path, set(_matching(above, parts[first:]))))
         if not found:
             raise DataError(f"no file matches {name!r}")
-        while glob.has_magic(str(root)):
-            root = root.parent
+        root = Path(above)
     return [(StoredFile(storage, str(p)), _partitions_in(p.relative_to(root).parts)) for p in found]
+
+
+def _matching(
+    folder: str, pattern: Sequence[str], above: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[str]:
+    """The files below a folder that match a pattern, as ``glob.glob`` finds them.
+
+    Args:
+        folder: its path; empty: the current one.
+        pattern: its parts.
+        above: the folders that a "**" at its beginning has entered, which a link may lead back to.
+
+    Raises:
+        OSError: a folder that the pattern leads to cannot be read.
+    """
+    first, rest = pattern[0], pattern[1:]
+    if not glob.has_magic(first):
+        path = os.path.join(folder, first)
+        if _is_there(path) and (not rest or os.path.isdir(path)):
+            if rest:
+                yield from _matching(path, rest)
+            elif not os.path.isdir(path):
+                yield path
+        return
+    if first == "**":
+        found = os.stat(folder or ".")
+        if (found.st_dev, found.st_ino) in above:
+            return
+        above |= {(found.st_dev, found.st_ino)}
+        if rest:
+            yield from _matching(folder, rest)
+    with os.scandir(folder or ".") as entries:
+        names = [(entry.name, entry.is_dir()) for entry in entries]
+    for name, is_folder in names:
+        path = os.path.join(folder, name)
+        is_hidden = name.startswith(".") and not first.startswith(".")
+        if is_hidden or (first != "**" and not fnmatchcase(name, first)):
+            continue
+        if first == "**" and is_folder:
+            yield from _matching(path, pattern, above)
+        elif is_folder and rest:
+            yield from _matching(path, rest)
+        elif not is_folder and not rest:
+            yield path
+
+
+def _is_there(path: str) -> bool:
+    """Whether there is such a file, or link; raises OSError if that cannot be looked up."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _walked(root: Path) -> Iterator[Path]:
@@ -391,10 +486,13 @@ def _remote_files(storage: Storage, path: str, name: str, suffixes: Sequence[str
         parts = path.split("/")
         first = next(number for number, part in enumerate(parts) if glob.has_magic(part))
         root, pattern = "/".join(parts[:first]), parts[first:]
-    infos = storage.files_in(root, recursive=len(pattern) != 1 or pattern == ["**"])
-    skipped = len([part for part in root.split("/") if part])
+
+    def enters(parts: Sequence[str]) -> bool:
+        return _leads_to(parts, pattern) if pattern else not parts[-1].startswith(_LEFT_OUT)
+
+    skipped = len(parts_of(root))
     found = []
-    for info in infos:
+    for info in storage.files_in(root, enters):
         parts = info.path.strip("/").split("/")[skipped:]
         if _matches(parts, pattern) if pattern else _is_data(parts, suffixes):
             found.append((parts, StoredFile(storage, info.path, storage.state_of(info))))
@@ -417,6 +515,17 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     if parts[0].startswith(".") and not pattern[0].startswith("."):
         return False
     return pattern[0] != "**" and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def _leads_to(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether files in a folder may match a pattern."""
+    if not parts or not pattern:
+        return bool(pattern)
+    if parts[0].startswith(".") and not pattern[0].startswith("."):
+        return pattern[0] == "**" and _leads_to(parts, pattern[1:])
+    if pattern[0] == "**":
+        return True
+    return fnmatchcase(parts[0], pattern[0]) and _leads_to(parts[1:], pattern[1:])
 
 
 def _partitions_in(parts: Sequence[str]) -> dict[str, str | None]:

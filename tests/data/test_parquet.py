@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import glob
 import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,9 +23,10 @@ import pytest
 from depth import repeats  # tests/harness, on the path by tests/conftest.py
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import DEADLINE_S
 from pyarrow import parquet
 
-from polyhvd.data import ArrayLoader, Batch, DataError, Order, ParquetLoader, prefetch, write_parquet
+from polyhvd.data import ArrayLoader, Batch, DataError, Order, ParquetLoader, prefetch, storage, write_parquet
 from polyhvd.data.columns import Column
 
 
@@ -533,6 +536,75 @@ def test_folder_that_cannot_be_listed_is_an_error_unless_it_is_left_out(
     (tmp_path / "part").mkdir()
     with pytest.raises(DataError, match=r"cannot be listed: .*part: stale file handle"):
         loader_of(tmp_path)
+
+
+#: Prints the rows of each source, or the error, as a user who may not read all folders.
+AS_NOBODY = """
+import os, sys
+import fsspec
+from polyhvd.data import DataError, ParquetLoader
+import pyarrow.dataset
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+for source in sys.argv[2:]:
+    try:
+        filesystem = fsspec.filesystem(sys.argv[1]) if sys.argv[1] else None
+        place = lambda: (0, 1)
+        loader = ParquetLoader(source, batch_size=100, filesystem=filesystem, placement=place)
+        print(sorted(x for batch in loader for x in batch["x"].tolist()))
+    except DataError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("system", ["", "file"])
+def test_folder_without_permission_is_an_error_if_the_source_has_it(system: str) -> None:
+    sources = ["", "*/x.parquet", "**/x.parquet", "**", "open/**/x.parquet", "part*/x.parquet", "open/[x].*"]
+    # pytest's own folders may be closed to others by another pytest that begins meanwhile.
+    with tempfile.TemporaryDirectory() as path:
+        os.chmod(path, 0o755)
+        folders = [Path(path, name) for name in ("closed", "open", "open/within/deep", "part=1", "_left_out")]
+        for number, folder in enumerate(folders):
+            write_parquet({"x": [number]}, folder / "x.parquet")
+        closed = folders[::2]
+        for folder in closed:
+            folder.chmod(0)
+        command = [sys.executable, "-c", AS_NOBODY, system, *(f"{path}/{source}" for source in sources)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+        for folder in closed:
+            folder.chmod(0o700)
+    assert ended.returncode == 0, ended.stderr
+    *refused, part, single = ended.stdout.splitlines()
+    for error in refused:
+        assert "cannot be listed: " in error
+        assert "[Errno 13] Permission denied: " in error
+        assert error.split("'")[-2].removesuffix("/x.parquet") in map(str, closed[:2])
+    assert len(refused) == 5
+    assert (part, single) == ("[3]", "[1]")
+
+
+def test_pattern_finds_what_glob_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a.pq", ".b.pq", "d/a.pq", "d/e/a.pq", "d/e/.c.pq", ".h/a.pq", "d/[x].pq", "f=1/a.pq", "A.pq"]
+    for name in names:
+        write_parquet({"x": [0]}, tmp_path / name)
+    (tmp_path / "linked").symlink_to(tmp_path / "d", target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    for pattern in (
+        *("*.pq", "**/*.pq", "**", "d/**", "*/*.pq", "*/e/*.pq", ".*/*.pq", ".*.pq", "d/[[]x].pq", "?.pq"),
+        *("./*.pq", "d/../*.pq", "d//e/*.pq", "**/e/*.pq", "**/**/a.pq", "*/**/a.pq"),
+    ):
+        for prefix in ("", f"{tmp_path}/"):
+            expected = {path for path in glob.glob(prefix + pattern, recursive=True) if os.path.isfile(path)}
+            found = storage.listed(prefix + pattern, [])
+            assert {os.path.normpath(file.path) for file, _ in found} == set(map(os.path.normpath, expected))
+
+
+def test_link_back_to_a_folder_above_is_entered_once(tmp_path: Path) -> None:
+    write_parquet({"x": [5]}, tmp_path / "d" / "x.parquet")
+    (tmp_path / "d" / "back").symlink_to(tmp_path, target_is_directory=True)
+    assert rows_of(loader_of(f"{tmp_path}/**/x.parquet")) == [0]
 
 
 @pytest.mark.parametrize("filter", [None, pc.field("x") >= 0])
