@@ -6,6 +6,8 @@ text.
 
 from __future__ import annotations
 
+import json
+import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ _CONVERT_OPTIONS = (
     *("check_utf8", "column_types", "null_values", "true_values", "false_values", "decimal_point"),
     *("strings_can_be_null", "quoted_strings_can_be_null", "timestamp_parsers", "default_column_type"),
 )
+_INTEGER = re.compile(r"\s*[+-]?\d{1,400}\s*")
 #: Options of reading that blocks cannot have.
 _READ_OPTIONS = (
     "column_names",
@@ -158,14 +161,69 @@ def _bit_width(type_: Any) -> int:
         return 1 << 62
 
 
+#: Integers from here on may have no float64 of the same value.
+_EXACT_MAX = 1 << 53
+
+
+@dataclass
+class _TextFooter(Footer):
+    large: dict[str, int]  # of columns, an integer that float64 would round
+
+
+def _is_rounded(value: int) -> bool:
+    """Whether no float64 has the value."""
+    return abs(value) > _EXACT_MAX and (abs(value) >> 1024 > 0 or int(float(value)) != value)
+
+
+def _rounded_in(column: Any) -> int | float | None:
+    """An integer of a column, or of its lists, that float64 would round; or a float that may be one."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.types
+
+    while pa.types.is_list(column.type):
+        column = pc.list_flatten(column)
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)) or not len(column):
+        return None
+    large = (
+        pc.greater(column, _EXACT_MAX)
+        if pa.types.is_integer(column.type)
+        else pc.greater_equal(column, 2.0**53)
+    )
+    small = (
+        pc.less(column, -_EXACT_MAX)
+        if pa.types.is_integer(column.type)
+        else pc.less_equal(column, -(2.0**53))
+    )
+    found = column.filter(pc.or_(large, small))
+    if pa.types.is_floating(column.type):
+        return float(found[0].as_py()) if len(found) else None
+    return next((value for value in found.to_pylist() if _is_rounded(value)), None)
+
+
+def _leaf_type(type_: Any) -> Any:
+    """The type of the values of lists, however deep."""
+    import pyarrow as pa
+    import pyarrow.types
+
+    while pa.types.is_list(type_):
+        type_ = type_.value_type
+    return type_
+
+
 class TextFormat(Format):
     """Lines of text, cut into blocks whose rows are counted by parsing each of them once."""
 
     def footer(self, storage: Storage, path: str, size: int | None) -> Footer:
-        """Cut the text into blocks, and parse each for its rows and types."""
+        """Cut the text into blocks, and parse each for its rows and types.
+
+        Raises:
+            DataError: an integer is too large for int64.
+        """
         import pyarrow as pa
 
         bounds, rows, schemas, begin = [], [], [], 0
+        large: dict[str, int] = {}
         names: list[str] | None = None
         with storage.arrow.open_input_stream(path, compression=None) as source:
             for block in self._blocks(source):
@@ -175,8 +233,16 @@ class TextFormat(Format):
                 rows.append((table.num_rows, len(block)))
                 schemas.append(table.schema)
                 begin += len(block)
+                for name, column in zip(table.schema.names, table.columns, strict=True):
+                    if self._infers(name) and (value := _rounded_in(column)) is not None:
+                        if isinstance(value, float):
+                            value = next(
+                                filter(_is_rounded, self._integers(block, bounds[-1][3], name)), None
+                            )
+                        if value is not None:
+                            large.setdefault(name, value)
         schema = pa.unify_schemas(schemas, promote_options="permissive") if schemas else pa.schema([])
-        return Footer(schema, rows, bounds)
+        return _TextFooter(schema, rows, bounds, large)
 
     def read(self, storage: Storage, path: str, footer: Footer, number: int, names: list[str]) -> Any:
         """Read columns of a block.
@@ -195,13 +261,14 @@ class TextFormat(Format):
         fields = [footer.schema.field(name) for name in names] or footer.schema
         return self._parsed(block, header, pa.schema(fields)).select(names)
 
-    def join(self, files: Sequence[StoredFile], footers: Sequence[Footer]) -> None:
+    def join(self, files: Sequence[StoredFile], footers: Sequence[Any]) -> None:
         """Give all files common types.
 
         Raises:
-            DataError: the types of a column do not fit together.
+            DataError: the types of a column do not fit together, or would round its integers.
         """
         import pyarrow as pa
+        import pyarrow.types
 
         joined = footers[0].schema
         for file, footer in zip(files, footers, strict=True):
@@ -211,11 +278,19 @@ class TextFormat(Format):
                 raise DataError(
                     f"{file}: its columns have other types than those of {files[0]}: {error}"
                 ) from error
-        for footer in footers:
+        for file, footer in zip(files, footers, strict=True):
+            for name, value in footer.large.items():
+                if pa.types.is_floating(_leaf_type(joined.field(name).type)):
+                    raise DataError(
+                        f"{file}: column {name!r} has the integer {value}, which would be rounded, since "
+                        "other values of the column have fractions, or it does not fit into int64; "
+                        f"{self._cure}"
+                    )
             names = joined.names if self._may_lack_columns else footer.schema.names
             footer.schema = pa.schema([joined.field(name) for name in names])
 
     _may_lack_columns = False
+    _cure = "write them as strings, or the whole column with a decimal point if it may be rounded"
     groups = "blocks"
 
     def _blocks(self, source: Any) -> Iterator[bytes]:
@@ -232,6 +307,14 @@ class TextFormat(Format):
     @abstractmethod
     def _last_end(self, text: bytes) -> int:
         """How many bytes of a text are whole rows."""
+
+    def _infers(self, name: str) -> bool:
+        """Whether the type of a column is found from its text."""
+        return True
+
+    @abstractmethod
+    def _integers(self, block: bytes, header: list[str] | None, name: str) -> Iterator[int]:
+        """The values of a column that are written as integers."""
 
     @abstractmethod
     def _parsed(self, block: bytes, header: list[str] | None, schema: Any = None) -> Any:
@@ -291,6 +374,20 @@ class _CsvFormat(TextFormat):
             csv.ConvertOptions(**convert),
         )
 
+    def _infers(self, name: str) -> bool:
+        return name not in (self._convert.get("column_types") or {})
+
+    def _integers(self, block: bytes, header: list[str] | None, name: str) -> Iterator[int]:
+        import pyarrow as pa
+
+        column = self._parsed(block, header, pa.schema([(name, pa.string())])).column(name)
+        return (int(text) for text in column.to_pylist() if text and _INTEGER.fullmatch(text))
+
+    _cure = (
+        "pass format=pyarrow.dataset.CsvFileFormat(...) with ConvertOptions(column_types=...) for this "
+        "column, such as uint64, string, or float64 if it may be rounded"
+    )
+
 
 class _TsvFormat(_CsvFormat):
     suffixes = (".tsv",)
@@ -307,17 +404,35 @@ class _JsonFormat(TextFormat):
     def _last_end(self, text: bytes) -> int:
         return text.rfind(b"\n") + 1
 
+    def _integers(self, block: bytes, header: list[str] | None, name: str) -> Iterator[int]:
+        for line in block.splitlines():
+            if line.strip():
+                yield from _integers_of(json.loads(line, parse_int=_number).get(name))
+
     def _parsed(self, block: bytes, header: list[str] | None, schema: Any = None) -> Any:
         import pyarrow as pa
-        from pyarrow import json
+        from pyarrow import json as arrow_json
 
         if not block.strip():
             return pa.table({})
-        options = json.ParseOptions(
+        options = arrow_json.ParseOptions(
             explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
         )
-        read = json.ReadOptions(use_threads=False, block_size=len(block) + 1)
-        return json.read_json(pa.BufferReader(block), read, options)
+        read = arrow_json.ReadOptions(use_threads=False, block_size=len(block) + 1)
+        return arrow_json.read_json(pa.BufferReader(block), read, options)
+
+
+def _number(text: str) -> int | float:
+    """Of JSON; one of thousands of digits is infinite."""
+    return int(text) if len(text) < 400 else float(text)
+
+
+def _integers_of(value: Any) -> Iterator[int]:
+    if isinstance(value, list):
+        for inner in value:
+            yield from _integers_of(inner)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
 
 
 _FORMATS: dict[str, Any] = {

@@ -239,3 +239,79 @@ def test_blocks_of_text_have_the_rows_of_the_whole_file(
         (batch,) = loader_of(path, batch_size=len(rows), shuffle=False)
     assert batch["name"].tolist() == list(names)
     assert batch["number"].tolist() == list(numbers)
+
+
+# Large integers
+
+LARGE = 2**53 + 1
+
+
+def text_file(path: Path, values: list[str]) -> Path:
+    is_csv = path.suffix == ".csv"
+    lines = ["x", *values] if is_csv else [f'{{"x": {value}}}' for value in values]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize("null", [False, True])
+def test_integers_of_text_keep_their_values(tmp_path: Path, suffix: str, null: bool) -> None:
+    values = [LARGE, -LARGE, 2**63 - 1, -(2**63), 1]
+    texts = [*map(str, values), *(["NULL" if suffix == "csv" else "null"] if null else [])]
+    text_file(tmp_path / f"0.{suffix}", texts)
+    text_file(tmp_path / f"1.{suffix}", ["3"])
+    (batch,) = loader_of(tmp_path, batch_size=10, shuffle=False, fill_null={"x": 7} if null else None)
+    assert batch["x"].dtype == np.int64
+    assert batch["x"].tolist() == [*values, *([7] if null else []), 3]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ([[LARGE, "1.5"]], LARGE),
+        ([[LARGE], ["1.5"]], LARGE),
+        ([["1.5", -1], [3, -LARGE]], -LARGE),
+        ([[3, 2**63 + 1]], 2**63 + 1),
+        ([["2.5e300", 2**64 + 1]], 2**64 + 1),
+    ],
+)
+def test_integer_that_would_be_rounded_is_an_error(
+    tmp_path: Path, suffix: str, files: list[list[Any]], named: int
+) -> None:
+    paths = [
+        text_file(tmp_path / f"{number}.{suffix}", [*map(str, values)]) for number, values in enumerate(files)
+    ]
+    (path,) = [path for path, values in zip(paths, files, strict=True) if named in values]
+    with pytest.raises(
+        DataError, match=rf"{path}: column 'x' has the integer {named}, which would be rounded"
+    ):
+        loader_of(tmp_path)
+
+
+def test_integer_in_a_list_of_json_that_would_be_rounded_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(f'{{"x": [1, 2]}}\n{{"x": [0.5, {LARGE}]}}\n')
+    with pytest.raises(DataError, match=f"column 'x' has the integer {LARGE}"):
+        loader_of(tmp_path, pad={"x": 0})
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_large_numbers_that_are_exact_or_no_integers_are_read(tmp_path: Path, suffix: str) -> None:
+    values = [2.0**53, -(2.0**60), 0.5, 1e20, 1e300]
+    texts = [str(2**53), str(-(2**60)), "0.5", str(10**20), "1e300"]
+    text_file(tmp_path / f"0.{suffix}", texts)
+    (batch,) = loader_of(tmp_path, batch_size=10, shuffle=False)
+    assert batch["x"].tolist() == values
+
+
+def test_column_of_csv_whose_type_is_given_is_not_checked(tmp_path: Path) -> None:
+    text_file(tmp_path / "0.csv", [str(LARGE), "0.5"])
+    (tmp_path / "1.csv").write_text(f"x\n{2**64 - 1}\n")
+    options = csv.ConvertOptions(column_types={"x": pa.float64()})
+    given = dataset.CsvFileFormat(default_fragment_scan_options=dataset.CsvFragmentScanOptions(options))
+    (batch,) = loader_of(tmp_path / "0.csv", format=given, batch_size=10, shuffle=False)
+    assert batch["x"].tolist() == [2.0**53, 0.5]
+    options = csv.ConvertOptions(column_types={"x": pa.uint64()})
+    given = dataset.CsvFileFormat(default_fragment_scan_options=dataset.CsvFragmentScanOptions(options))
+    (batch,) = loader_of(tmp_path / "1.csv", format=given, batch_size=10, shuffle=False)
+    assert batch["x"].tolist() == [2**64 - 1]
