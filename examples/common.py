@@ -38,6 +38,17 @@ def elastic_arguments(description: str, *, epochs: int, batch_size: int, lr: flo
     return parser.parse_args()
 
 
+def ray_arguments(description: str, *, epochs: int, batch_size: int, lr: float) -> argparse.Namespace:
+    """Likewise, for jobs on Ray."""
+    parser = _parser(description, epochs, batch_size, lr)
+    parser.add_argument("--workers", type=_positive, default=2, help="number of ranks")
+    parser.add_argument(
+        "--address", help="of a cluster, such as auto; without it, Ray starts on this machine"
+    )
+    parser.add_argument("--folder", help="where to write files that all nodes can read")
+    return parser.parse_args()
+
+
 def _parser(description: str, epochs: int, batch_size: int, lr: float) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter

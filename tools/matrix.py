@@ -207,9 +207,9 @@ def show_suite_packages(environment: Environment) -> None:
 
 def copy_tests() -> None:
     """Copy them outside the checkout, so that nothing but the wheel can be imported as polyhvd."""
-    tests = WORK / "tests"
-    shutil.rmtree(tests, ignore_errors=True)
-    shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("tests", "examples"):
+        shutil.rmtree(WORK / name, ignore_errors=True)
+        shutil.copytree(ROOT / name, WORK / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / STAND_INS, WORK / STAND_INS, dirs_exist_ok=True)
 
 
