@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from polyhvd.config import ConfigError
+from polyhvd.installed import is_installed
 from polyhvd.launch.providers.choice import choose, explain, seen
 from polyhvd.launch.providers.precedence import PROVIDERS
 
 __all__ = ["add_options", "doctor", "main", "report"]
+
+#: For a cluster of Ray to answer.
+_RAY_S = 30.0
 
 
 def report() -> list[str]:
@@ -104,6 +110,11 @@ def _examine_here(*, as_json: bool = False) -> tuple[list[str], bool]:
     except ConfigError as error:
         launcher = [str(error)]
         found.problems.append(Problem(local, "launcher", str(error), "unset what belongs to no job"))
+    line, is_usable = _cluster_of_ray()
+    launcher += [line] if line else []
+    if not is_usable:
+        cure = "start the cluster, or install the same versions here and there; or unset RAY_ADDRESS"
+        found.problems.append(Problem(local, "Ray", line, cure))
     problems = diagnosis.problems_of([found])
     if as_json:
         findings = [
@@ -128,6 +139,27 @@ def _allocation() -> list[str]:
     except ValueError as error:
         return [f"polyhvdrun, without -H: {error}"]
     return [] if found is None else [f"polyhvdrun, without -H, starts ranks in {found}"]
+
+
+def _cluster_of_ray() -> tuple[str, bool]:
+    """A line about the cluster of Ray that a program here would join, if any; and whether it can."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    current = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    if not is_installed("ray") or not (address or current.exists()):
+        return "", True
+    command = [sys.executable, "-m", "polyhvd.ray.cluster"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_RAY_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"Ray: the cluster {address} has not answered within {_RAY_S:g} s", not address
+    if done.returncode == 0:
+        return done.stdout.strip(), True
+    reason = done.stdout.strip() or "the program that connects to it was killed"
+    if "ersion mismatch" not in reason and not address:
+        return "", True  # the file is left of a cluster that has ended
+    return f"Ray: the cluster {address} cannot be used: {reason}", False
 
 
 def _examine_hosts(options: argparse.Namespace) -> tuple[list[str], bool]:
