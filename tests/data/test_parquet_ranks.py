@@ -48,13 +48,16 @@ def test_rank_that_sees_the_files_in_another_order_refuses_the_state_of_the_othe
         loader.load_state_dict(state)
 
 
-def test_counters_have_what_was_read_and_loaded_and_how_long_steps_waited(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_counters_have_what_was_read_and_loaded_and_how_long_steps_waited(
+    tmp_path: Path, workers: int
+) -> None:
     def slow(batch: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.002)
         return batch
 
     write_parquet({"x": np.arange(41.0)}, tmp_path / "x.parquet", rows_per_group=4)
-    loader = ParquetLoader(tmp_path, batch_size=4, transform=slow, prefetch_bytes=0)
+    loader = ParquetLoader(tmp_path, batch_size=4, transform=slow, workers=workers, prefetch_bytes=0)
     before = hvd.counters()
     batches = list(loader)
     found = {name: value - before[name] for name, value in hvd.counters().items()}
