@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from polyhvd.data.agreement import Agreement
 from polyhvd.data.counting import count, waiting
 from polyhvd.data.order import Indices, Step
-from polyhvd.data.position import Place, Position
+from polyhvd.data.position import Place, Position, current_place
 
 __all__ = ["Batch", "Loader"]
 
@@ -51,7 +52,13 @@ class Loader(Position, ABC):
     _agreement: Agreement | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of the steps that are left in this epoch."""
+        """The batches of the steps that are left in this epoch.
+
+        Raises:
+            RuntimeError: this is one of several workers of a ``DataLoader`` of PyTorch; or its only worker,
+                and ``placement`` was not given.
+        """
+        self._require_single()
         return self._iterate(self._begin())
 
     def _iterate(self, own: int) -> Iterator[Batch]:
@@ -77,6 +84,7 @@ class Loader(Position, ABC):
 
     def _read_ahead(self) -> Iterator[Batch]:
         """The batches that are left, for a pipeline that is ahead of the steps; see :meth:`_go_ahead`."""
+        self._require_single()
         own = self._begin()
         try:
             yield from self._go_ahead(own, self._counted)
@@ -92,6 +100,19 @@ class Loader(Position, ABC):
         rows = len(batch.indices) if batch.weight else 0
         count(data_batches=1, data_rows=rows, data_rows_skipped=step.share(place.rank) - rows)
         return batch
+
+    def _require_single(self) -> None:
+        """Raise RuntimeError in workers of PyTorch, which have no rank or would all load the same batches."""
+        loading = sys.modules.get("torch.utils.data")
+        worker = None if loading is None else loading.get_worker_info()
+        if worker is None or (worker.num_workers == 1 and self._placement is not current_place):
+            return
+        raise RuntimeError(
+            f"{type(self).__name__} is iterated over in worker {worker.id} of a torch DataLoader with "
+            f"num_workers={worker.num_workers}: each worker would load all batches of its rank, and the "
+            "position would stay where it is; iterate over the loader, or polyhvd.torch.data.Batches of it, "
+            "without a DataLoader (they read ahead in threads), or use num_workers=0"
+        )
 
     def _require_agreement(self) -> None:
         """Raise DataError if the ranks are found to read different data."""

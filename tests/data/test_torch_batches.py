@@ -70,3 +70,27 @@ def test_arrays_that_cannot_be_shared_are_copied(tmp_path: Path) -> None:
         assert batch["reversed"].tolist() == cases.COLUMNS["x"][batch.indices][:, ::-1].tolist()
         assert set(batch["constant"].tolist()) == {3.0}
         assert batch["text"].tolist() == [str(index) for index in batch.indices]
+
+
+class _Dataset(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        for batch in self.batches:
+            yield batch["x"]
+
+
+@KINDS
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_workers_that_would_repeat_each_batch_are_refused(kind: str, wrapped: bool, tmp_path: Path) -> None:
+    place = (hvd.rank(), hvd.size())
+    for placement, workers in ((None, 1), (None, 2), (lambda: place, 2)):
+        loader = cases.make_loader(kind, tmp_path, placement=placement)
+        data = _Dataset(Batches(loader) if wrapped else loader)
+        with pytest.raises(
+            RuntimeError, match=f"in worker 0 of a torch DataLoader with num_workers={workers}:"
+        ):
+            list(torch.utils.data.DataLoader(data, batch_size=None, num_workers=workers))
+    found = list(torch.utils.data.DataLoader(data, batch_size=None, num_workers=1))
+    assert len(found) == loader.steps_per_epoch
