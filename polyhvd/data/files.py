@@ -20,7 +20,7 @@ from polyhvd.data.columns import Column, NullsError, columns_of
 from polyhvd.data.counting import count
 from polyhvd.data.formats import SUFFIXES, Footer, ParquetFormat, TextFormat, format_by_suffix, format_of
 from polyhvd.data.skips import Skips
-from polyhvd.data.storage import Source, StoredFile, in_threads, is_passing, listed
+from polyhvd.data.storage import TIMEOUT_S, Source, StoredFile, in_threads, is_passing, listed
 from polyhvd.errors import DataError
 
 __all__ = ["Group", "ParquetFiles"]
@@ -63,6 +63,7 @@ class ParquetFiles:
         format: of :func:`polyhvd.data.formats.format_of`; None: by the names of the files.
         filesystem: of pyarrow.fs or fsspec; None: that of the source.
         read_attempts: how often a read is tried on a remote file system.
+        read_timeout_s: how long it may take there, with all attempts.
         cache: of row groups that were read; None: there is none.
 
     Raises:
@@ -83,6 +84,7 @@ class ParquetFiles:
         format: Any = "parquet",
         filesystem: Any = None,
         read_attempts: int = 1,
+        read_timeout_s: float = TIMEOUT_S,
         cache: Cache | None = None,
     ) -> None:
         import pyarrow.dataset
@@ -93,7 +95,7 @@ class ParquetFiles:
             )
         named = None if format is None else format_of(format)
         suffixes = SUFFIXES if named is None else named.suffixes
-        found = listed(source, suffixes, filesystem, read_attempts)
+        found = listed(source, suffixes, filesystem, read_attempts, read_timeout_s)
         self.format = named or format_by_suffix([file for file, _ in found])
         self.skips = skips
         self._filter = filter

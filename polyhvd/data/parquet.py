@@ -21,7 +21,7 @@ from polyhvd.data.order import Indices, Order, Section, Step, at_least
 from polyhvd.data.position import Place
 from polyhvd.data.read_ahead import ReadAhead
 from polyhvd.data.skips import Skips
-from polyhvd.data.storage import Source
+from polyhvd.data.storage import TIMEOUT_S, Source
 from polyhvd.data.workers import Workers
 from polyhvd.errors import NotInitializedError
 
@@ -96,6 +96,7 @@ class FileLoader(Loader):
             URI.
         read_attempts: how often a read of a remote file system is tried. The waits between attempts begin
             at 0.2 s and double up to 10 s.
+        read_timeout_s: how many seconds a read of a remote file system may take, with all attempts.
         cache: keeps the selected columns of row groups that were read, for later epochs and for all ranks and
             jobs of this user on this host: "memory"; "disk", in the folder for temporary files; or a
             ``pathlib.Path`` of a folder. Row groups of a file that was replaced are not used any more.
@@ -143,6 +144,7 @@ class FileLoader(Loader):
         prefetch_bytes: int = 32 * _MIB,
         filesystem: Any = None,
         read_attempts: int = 4,
+        read_timeout_s: float = TIMEOUT_S,
         cache: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
         placement: Callable[[], tuple[int, int]] | None = None,
@@ -155,6 +157,8 @@ class FileLoader(Loader):
             raise ValueError(f"transform is {transform!r}; expected a function of a dict of arrays")
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error is {on_error!r}; expected 'raise' or 'skip'")
+        if not 0 < read_timeout_s < float("inf"):
+            raise ValueError(f"read_timeout_s is {read_timeout_s!r}; expected a number of seconds above 0")
         self._files = ParquetFiles(
             source,
             columns=columns,
@@ -166,6 +170,7 @@ class FileLoader(Loader):
             format=self._format if format is None else format,
             filesystem=filesystem,
             read_attempts=at_least(1, "read_attempts", read_attempts),
+            read_timeout_s=read_timeout_s,
             cache=cache_of(cache, cache_bytes),
         )
         sizes = np.asarray([group.rows for group in self._files.groups], np.int64)

@@ -10,10 +10,11 @@ import glob
 import logging
 import os
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import count
@@ -24,13 +25,16 @@ from urllib.parse import unquote
 from polyhvd.data.cache import token
 from polyhvd.errors import DataError
 
-__all__ = ["Source", "Storage", "StoredFile", "in_threads", "listed", "storage_of"]
+__all__ = ["TIMEOUT_S", "Source", "Storage", "StoredFile", "in_threads", "listed", "storage_of"]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _LOG = logging.getLogger("polyhvd")
 _THREADS = 64  # for listings and footers: most of the time they wait for the file system
 _FIRST_WAIT_S, _WAIT_MAX_S = 0.2, 10.0
+#: How long a read of a remote file system may take, with all attempts.
+TIMEOUT_S = 120.0
+_SILENCE_S = 10.0  # of S3, within an attempt
 #: File systems without folders, which list all files below a prefix at once.
 _FLAT = ("s3", "gcs", "abfs")
 #: Options at the end of a URI, which pyarrow takes. A "?" of a pattern is followed by other text.
@@ -56,12 +60,19 @@ class Storage:
         filesystem: of ``pyarrow.fs`` or fsspec.
         prefix: of the names of files in messages, such as ``"s3://"``.
         attempts: how often a read is tried on a remote file system.
+        timeout_s: how long a read may take there, with all attempts.
 
     Raises:
         ValueError: ``filesystem`` is no file system.
     """
 
-    def __init__(self, filesystem: Any, prefix: str | None = None, attempts: int = 1) -> None:
+    def __init__(
+        self,
+        filesystem: Any,
+        prefix: str | None = None,
+        attempts: int = 1,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         from pyarrow import fs
 
         if isinstance(filesystem, fs.FileSystem):
@@ -80,6 +91,7 @@ class Storage:
         is_fsspec = self._fsspec is not None
         self._is_flat = _lists_at_once(self._fsspec) if is_fsspec else self.arrow.type_name in _FLAT
         self._attempts = attempts if self.is_remote else 1
+        self._timeout_s = timeout_s
 
     def name(self, path: str) -> str:
         """A file's name in messages."""
@@ -99,12 +111,14 @@ class Storage:
         """
         import pyarrow as pa
 
+        deadline = time.monotonic() + self._timeout_s
         for attempt in count(1):
             try:
-                return function()
+                return within(self._timeout_s, deadline, function) if self.is_remote else function()
             except Exception as error:
-                if attempt < self._attempts and is_passing(error):
-                    wait_s = min(_WAIT_MAX_S, _FIRST_WAIT_S * 2 ** (attempt - 1))
+                wait_s = min(_WAIT_MAX_S, _FIRST_WAIT_S * 2 ** (attempt - 1))
+                is_in_time = time.monotonic() + wait_s < deadline
+                if attempt < self._attempts and is_passing(error) and is_in_time:
                     _LOG.warning(
                         *("%s: attempt %d of %d failed: %s; the next one follows in %.1f s", name, attempt),
                         *(self._attempts, error, wait_s),
@@ -255,6 +269,37 @@ class StoredFile(NamedTuple):
         return self.storage.call(str(self), function)
 
 
+def within(timeout_s: float, deadline: float, function: Callable[[], T]) -> T:
+    """The result of a function that may hang in a library which has no limit itself.
+
+    Args:
+        timeout_s: the setting, for the error.
+        deadline: of ``time.monotonic()``.
+        function: runs in a thread, which is left behind if it hangs and does not keep the program from
+            ending.
+
+    Raises:
+        TimeoutError: it did not return in time.
+        Exception: that of the function.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="polyhvd-remote", daemon=True).start()
+    done, _ = wait([future], max(0.0, deadline - time.monotonic()))
+    if not done:
+        raise TimeoutError(
+            f"the file system has not answered within {timeout_s:g} s; check that this host can reach it, or "
+            "raise read_timeout_s="
+        )
+    return future.result()
+
+
 def is_passing(error: Exception) -> bool:
     """Whether another attempt may succeed: errors of networks, and those of unknown libraries."""
     import pyarrow as pa
@@ -267,7 +312,9 @@ def is_passing(error: Exception) -> bool:
     return not isinstance(error, pa.ArrowException) and type(error).__module__ != "builtins"
 
 
-def storage_of(source: str | os.PathLike[str], filesystem: Any, attempts: int) -> tuple[Storage, str]:
+def storage_of(
+    source: str | os.PathLike[str], filesystem: Any, attempts: int, timeout_s: float = TIMEOUT_S
+) -> tuple[Storage, str]:
     """The file system that a path or URI belongs to, and the path in it.
 
     The path of a URI is taken as it is written, without decoding "%".
@@ -282,7 +329,7 @@ def storage_of(source: str | os.PathLike[str], filesystem: Any, attempts: int) -
     text = os.fspath(source)
     is_uri = "://" in text and not isinstance(source, os.PathLike)
     if filesystem is not None:
-        storage = Storage(filesystem, attempts=attempts)
+        storage = Storage(filesystem, attempts=attempts, timeout_s=timeout_s)
         if not is_uri:
             return storage, text
         if storage._fsspec is None:
@@ -294,12 +341,16 @@ def storage_of(source: str | os.PathLike[str], filesystem: Any, attempts: int) -
     if not is_uri:
         return Storage(fs.LocalFileSystem()), text
     try:
-        return _of_arrow(text, attempts) or _of_fsspec(text, attempts)
+        return within(  # it may ask the service for the region
+            timeout_s,
+            time.monotonic() + timeout_s,
+            lambda: _of_arrow(text, attempts, timeout_s) or _of_fsspec(text, attempts, timeout_s),
+        )
     except OSError as error:
         raise DataError(f"the file system of {_public(text)} cannot be opened: {error}") from error
 
 
-def _of_arrow(uri: str, attempts: int) -> tuple[Storage, str] | None:
+def _of_arrow(uri: str, attempts: int, timeout_s: float) -> tuple[Storage, str] | None:
     """None: pyarrow does not know this kind of file system."""
     import pyarrow as pa
     from pyarrow import fs
@@ -315,14 +366,22 @@ def _of_arrow(uri: str, attempts: int) -> tuple[Storage, str] | None:
         if "Unrecognized filesystem" in str(error) or isinstance(error, pa.ArrowNotImplementedError):
             return None
         raise ValueError(f"source is {_public(uri)!r}, which pyarrow cannot use: {error}") from error
+    if filesystem.type_name == "s3":
+        # Without these a request that is not answered takes minutes, for which the program's end waits, too.
+        make, (arguments, *others) = filesystem.__reduce__()
+        silence_s = min(_SILENCE_S, timeout_s / 4)
+        arguments = {**arguments, "request_timeout": silence_s, "connect_timeout": silence_s}
+        filesystem = make(arguments, *others)
     base = marked.removesuffix(marker)
     if isinstance(filesystem, fs.LocalFileSystem):
         return Storage(filesystem), base + path
     host = authority.rpartition("@")[2] + "/" if base.startswith("/") else ""
-    return Storage(filesystem, f"{scheme}://{host}", attempts), base + path if slash else base.rstrip("/")
+    return Storage(
+        filesystem, f"{scheme}://{host}", attempts, timeout_s
+    ), base + path if slash else base.rstrip("/")
 
 
-def _of_fsspec(uri: str, attempts: int) -> tuple[Storage, str]:
+def _of_fsspec(uri: str, attempts: int, timeout_s: float) -> tuple[Storage, str]:
     try:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError as error:
@@ -342,7 +401,7 @@ def _of_fsspec(uri: str, attempts: int) -> tuple[Storage, str]:
             f"source is {_public(uri)!r}, of which fsspec makes no file system: {error}; if it needs "
             "options, make the file system and pass filesystem="
         ) from error
-    return Storage(filesystem, attempts=attempts), path
+    return Storage(filesystem, attempts=attempts, timeout_s=timeout_s), path
 
 
 def _public(uri: str) -> str:
@@ -353,7 +412,11 @@ def _public(uri: str) -> str:
 
 
 def listed(
-    source: Source, suffixes: Sequence[str], filesystem: Any = None, attempts: int = 1
+    source: Source,
+    suffixes: Sequence[str],
+    filesystem: Any = None,
+    attempts: int = 1,
+    timeout_s: float = TIMEOUT_S,
 ) -> list[tuple[StoredFile, dict[str, str | None]]]:
     """The files of a source, and the values of the folders ``name=value`` that they are in.
 
@@ -362,6 +425,7 @@ def listed(
         suffixes: of the files of folders.
         filesystem: of pyarrow.fs or fsspec; None: that of the source.
         attempts: how often a read of a remote file system is tried.
+        timeout_s: how long one may take, with all attempts.
 
     Raises:
         ValueError: a file is named twice, or a URI is of no use.
@@ -372,7 +436,7 @@ def listed(
     given = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     found = []
     for item in given:
-        storage, path = storage_of(item, filesystem, attempts)
+        storage, path = storage_of(item, filesystem, attempts, timeout_s)
         name = storage.name(path)
         try:
             found += (_remote_files if storage.is_remote else _local_files)(storage, path, name, suffixes)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import pickle
+import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -205,6 +207,49 @@ def test_read_that_fails_is_repeated_and_logged(
     assert all(text.startswith(f"s3://{bucket}/train/") for text in texts)
     assert "attempt 3 of 4 failed: " in texts[-1]
     assert "secret" not in "".join(texts)
+
+
+#: Reads from a server that accepts connections and never answers.
+HANGING = """
+import sys, time
+from polyhvd.data import DataError, ParquetLoader
+for path in ("0.parquet", "", "*.parquet"):
+    began = time.monotonic()
+    try:
+        ParquetLoader(sys.argv[1] % path, batch_size=2, read_timeout_s=1.0, placement=lambda: (0, 1))
+    except DataError as error:
+        print(time.monotonic() - began < 30, error, flush=True)
+"""
+
+
+def test_server_that_never_answers_is_an_error_in_time_and_the_program_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = f"?endpoint_override=127.0.0.1:{silent.getsockname()[1]}&scheme=http&region=us-east-1"
+        command = [sys.executable, "-c", HANGING, f"s3://key:secret@bucket/train/%s{options}"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 3
+    for line, path in zip(lines, ("0.parquet", "", "*.parquet"), strict=True):
+        assert line.startswith("True "), line
+        assert f"s3://bucket/train/{path}" in line
+        assert "has not answered within 1 s; " in line
+        assert "raise read_timeout_s=" in line
+
+
+def test_server_that_hangs_in_the_middle_is_an_error_that_names_the_file(
+    server: S3Server, bucket: str
+) -> None:
+    folder = written(server.filesystem(), f"{bucket}/train")
+    filesystem = server.filesystem(request_timeout=60)
+    loader = loader_of(folder, filesystem=filesystem, read_timeout_s=1.5, prefetch_bytes=0)
+    server.fault = reads(*["slow"] * 9)
+    began = time.monotonic()
+    with pytest.raises(
+        DataError, match=rf"s3://{bucket}/train/..parquet: row group .* within 1.5 s; .*read_ti"
+    ):
+        x_of(loader)
+    assert time.monotonic() - began < DEADLINE_S / 2
 
 
 def test_read_that_fails_in_all_attempts_is_an_error_that_names_the_file(
