@@ -37,6 +37,9 @@ TIMEOUT_S = 120.0
 _SILENCE_S = 10.0  # of S3, within an attempt
 #: File systems without folders, which list all files below a prefix at once.
 _FLAT = ("s3", "gcs", "abfs")
+#: Paths of Databricks' file system, and where its hosts have it.
+_DBFS_PATH = re.compile(r"dbfs:(/|///)(?!/)")
+_DBFS_MOUNT = "/dbfs"
 #: Options at the end of a URI, which pyarrow takes. A "?" of a pattern is followed by other text.
 _OPTIONS = re.compile(r"\?\w+=[^/?]*$")
 #: Errors of S3 that another attempt does not mend.
@@ -327,6 +330,15 @@ def storage_of(
     from pyarrow import fs
 
     text = os.fspath(source)
+    if _DBFS_PATH.match(text) and not isinstance(source, os.PathLike):
+        text = "/" + text.removeprefix("dbfs:").lstrip("/")
+        if filesystem is None:
+            if not os.path.isdir(_DBFS_MOUNT):
+                raise ValueError(
+                    f"source is {os.fspath(source)!r}, but this host has no {_DBFS_MOUNT}, where Databricks "
+                    'mounts DBFS; pass filesystem=fsspec.filesystem("dbfs", instance=..., token=...)'
+                )
+            return Storage(fs.LocalFileSystem()), _DBFS_MOUNT + text
     is_uri = "://" in text and not isinstance(source, os.PathLike)
     if filesystem is not None:
         storage = Storage(filesystem, attempts=attempts, timeout_s=timeout_s)

@@ -186,6 +186,42 @@ def test_row_groups_of_a_remote_file_system_are_read_by_16_threads(tmp_path: Pat
     assert [batch["x"].tolist() for batch in loader] == expected
 
 
+class _Hadoop(type):
+    """Stands for ``pyarrow.fs.FileSystem``, and records what HDFS is asked for: no server can be had."""
+
+    asked: list[str]
+    root: Path
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, fs.LocalFileSystem | fs.SubTreeFileSystem | fs.PyFileSystem)
+
+    def from_uri(cls, uri: str) -> tuple[Any, str]:
+        cls.asked.append(uri)
+        return fs.SubTreeFileSystem(str(cls.root), fs.LocalFileSystem()), "/path"  # as pyarrow's of HDFS
+
+
+def test_uri_of_hdfs_is_opened_with_its_user_name_node_and_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for year in (2024, 2025):
+        x = np.arange(10) + 10 * (year - 2024)
+        write_parquet({"x": x}, tmp_path / f"data/train/year={year}/0 %20.parquet", rows_per_group=3)
+    hadoop = _Hadoop("FileSystem", (), {"asked": [], "root": tmp_path})
+    monkeypatch.setattr(fs, "FileSystem", hadoop)
+    base = "hdfs://someone@namenode:9000/data"
+    for path in ("train", "train/", "train/*/*.parquet", "**"):
+        loader = loader_of(f"{base}/{path}?replication=2&buffer_size=65536", columns=["x"])
+        assert x_of(loader) == list(range(20))
+    assert set(hadoop.asked) == {"hdfs://someone@namenode:9000/path?replication=2&buffer_size=65536"}
+    loader_of("hdfs:///data/train")
+    assert hadoop.asked[-1] == "hdfs:///path"
+    (tmp_path / "data/train/year=2025/0 %20.parquet").write_bytes(b"no Parquet")
+    with pytest.raises(
+        DataError, match=r"hdfs://namenode:9000/data/train/year=2025/0 %20\.parquet cannot be read"
+    ):
+        loader_of(f"{base}/train")
+
+
 # Faults
 
 
