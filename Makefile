@@ -300,6 +300,18 @@ setup-ray: $(STAMPS)/base
 test-ray: $(STAMPS)/test stand-ins
 	$(PY) tools/matrix.py ray
 
+##@ setup-spark  install what make test-spark needs, but for Java
+.PHONY: setup-spark
+setup-spark: $(STAMPS)/base
+	$(PY) tools/matrix.py --prepare spark-3.5 spark-4
+
+##@ test-spark  the tests of polyhvd.spark on real clusters of Spark 3.5 and 4; make matrix has them, too
+.PHONY: test-spark
+test-spark: $(STAMPS)/test stand-ins
+	@command -v java >/dev/null || { echo "Spark needs Java 17 or newer, which is not installed. On Debian, as root:" \
+		"apt-get install -y --no-install-recommends openjdk-17-jre-headless" >&2; exit 1; }
+	$(PY) tools/matrix.py spark-3.5 spark-4
+
 ##@ environments  install what make matrix needs
 .PHONY: environments
 environments: $(STAMPS)/base

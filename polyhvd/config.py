@@ -204,6 +204,9 @@ class Launched(_Table):
     parent: str = _row(
         "PARENT", str, "", "Process and job of the rank that has started this process; set by init()."
     )
+    devices: str = _row(
+        "DEVICES", str, "", "Ids of the GPUs that Spark has assigned to this rank; set by polyhvd.spark.run."
+    )
     report: str = _row(
         "REPORT",
         str,

@@ -55,17 +55,23 @@ def test_a_script_beside_a_clone_finds_the_package_in_it(tmp_path: Path) -> None
     assert done.stdout.startswith("1 ")
 
 
-def test_ray_that_is_missing_is_an_error_with_the_command_that_installs_it() -> None:
+@pytest.mark.parametrize(
+    ("module", "package", "title"), [("ray", "ray", "Ray"), ("spark", "pyspark", "PySpark")]
+)
+def test_a_cluster_s_package_that_is_missing_is_an_error_with_the_command_that_installs_it(
+    module: str, package: str, title: str
+) -> None:
     program = (
         "import importlib.util\n"
         "real = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, package=None: None if name == 'ray' else real(name)\n"
-        "import polyhvd.ray\n"
+        f"importlib.util.find_spec = lambda name, package=None: None if name == {package!r} else real(name)\n"
+        f"import polyhvd.{module}\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ModuleNotFoundError: polyhvd.ray needs Ray, which is not installed"), done.stderr
-    assert last.endswith("pip install 'polyhvd[ray]'")
+    needed = f"ModuleNotFoundError: polyhvd.{module} needs {title}, which is not installed"
+    assert last.startswith(needed), done.stderr
+    assert last.endswith(f"pip install 'polyhvd[{module}]'")
 
 
 @pytest.mark.parametrize("module", FRAMEWORKS)

@@ -132,7 +132,7 @@ LAYERS = (
     ("launch",),
     ("shared",),
     ("__init__",),
-    ("bench", "exports", "ray", "runner", "sagemaker", "testing"),
+    ("bench", "exports", "ray", "runner", "sagemaker", "spark", "testing"),
     ("cli",),
 )
 FLAT_FILES_MAX = 10

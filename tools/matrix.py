@@ -74,6 +74,18 @@ ENVIRONMENTS = (
         extra_tests=("tests/launch/test_notebook.py",),
     ),
     Environment("ray", ("numpy>=2,<3", "ray[tune]==2.60.0"), (), extra_tests=("tests/ray",)),
+    Environment(
+        "spark-3.5",
+        ("numpy==1.26.4", "pandas==2.2.3", "pyarrow==17.0.0", "pyspark==3.5.9", "setuptools", "fsspec"),
+        (),
+        extra_tests=("tests/spark",),
+    ),
+    Environment(
+        "spark-4",
+        ("numpy>=2,<3", "pandas<3", "pyspark[connect]==4.3.0", "fsspec"),
+        (),
+        extra_tests=("tests/spark",),
+    ),
     Environment("numpy-2", ("numpy>=2,<3", "ml_dtypes"), ("numpy",)),
     Environment(
         "legacy",

@@ -17,7 +17,7 @@ from polyhvd.launch.init import is_initialized
 from polyhvd.launch.providers.precedence import RAY
 from polyhvd.launch.providers.ray import Assignment
 from polyhvd.rendezvous.auth import new_secret
-from polyhvd.runtime.placement import placements
+from polyhvd.runtime.placement import by_host, placements, visible_gpus
 
 __all__ = ["Location", "Submit", "by_node", "join", "locate", "rendezvous"]
 
@@ -122,10 +122,12 @@ def join(
     secret = new_secret()
     (endpoint,) = _results([submit(0, _serve, secret, locations[0].address, variables or {})], deadline)
     generation = max(location.generation for location in locations)
-    places = placements([location.node for location in locations], generation)
+    nodes = [location.node for location in locations]
+    places = placements(nodes, generation)
     calls = []
     for rank, place in enumerate(places):
-        given = {**_visible_gpus(locations, place.host), **(variables or {})}
+        visible = visible_gpus([location.gpus for location in locations], nodes, place.host)
+        given = {**({"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}), **(variables or {})}
         calls.append(submit(rank, _join, Assignment(place, endpoint, secret), given))
     _results(calls, deadline)
 
@@ -137,15 +139,8 @@ def by_node(locations: Sequence[Location], first: str = "") -> list[int]:
         locations: of the processes.
         first: id of a node that comes before the others.
     """
-    nodes = list(dict.fromkeys(location.node for location in locations))
-    nodes.sort(key=lambda node: node != first)
-    return sorted(range(len(locations)), key=lambda number: nodes.index(locations[number].node))
-
-
-def _visible_gpus(locations: Sequence[Location], node: str) -> dict[str, str]:
-    """All GPUs of the job's ranks on a node, in the order of local ranks; programs choose by local_rank()."""
-    gpus = dict.fromkeys(gpu for location in locations if location.node == node for gpu in location.gpus)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    order = by_host([location.node for location in locations])
+    return sorted(order, key=lambda number: locations[number].node != first)
 
 
 def _results(calls: list[Any], deadline: float) -> list[Any]:

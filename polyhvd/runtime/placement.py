@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ONE_RANK", "RANKS_MAX", "Placement", "placements"]
+__all__ = ["ONE_RANK", "RANKS_MAX", "Placement", "by_host", "placements", "visible_gpus"]
 
 #: More than any job has; a larger number is a mistake, and lists of so many ranks would take all memory.
 RANKS_MAX = 1 << 20
@@ -89,3 +89,29 @@ def placements(hosts: Sequence[str], generation: int = 1) -> list[Placement]:
         )
         for rank, (host, (local_rank, cross_rank)) in enumerate(zip(hosts, places, strict=True))
     ]
+
+
+def by_host(hosts: Sequence[str]) -> list[int]:
+    """Numbers of processes in an order in which they can become ranks: those of a host are consecutive.
+
+    Args:
+        hosts: of each process.
+
+    Example::
+
+        by_host(["a", "b", "a"])  # [0, 2, 1]
+    """
+    first = {host: number for number, host in reversed(list(enumerate(hosts)))}
+    return sorted(range(len(hosts)), key=lambda number: first[hosts[number]])
+
+
+def visible_gpus(gpus: Sequence[Sequence[str]], hosts: Sequence[str], host: str) -> list[str]:
+    """All GPUs of a job's ranks on a host, in the order of local ranks; programs choose by local_rank().
+
+    Args:
+        gpus: ids of those of each rank.
+        hosts: of each rank.
+        host: whose GPUs are wanted.
+    """
+    named = zip(gpus, hosts, strict=True)
+    return list(dict.fromkeys(gpu for those, where in named if where == host for gpu in those))

@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
+import ctypes
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO, Any, TextIO
@@ -37,10 +40,27 @@ from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.server import Server
 from polyhvd.rendezvous.store import GatherTimeoutError, StoreError
 
-__all__ = ["main", "run_function"]
+__all__ = [
+    "ERROR",
+    "FUNCTION",
+    "RESULT",
+    "TRACEBACK",
+    "in_a_line",
+    "load_error",
+    "load_result",
+    "main",
+    "payload_of",
+    "run_function",
+    "start_rank",
+]
 
 _BY_MPI = "--mpi"
-_FUNCTION, _RESULT, _ERROR = "run/function", "run/result", "run/error"
+#: Option of this module's program: the id of the process that has started it, and with which it ends.
+_UNDER = "--under"
+#: Scopes in the store: the function, the result of each rank, and the error of rank N in ERROR/N. Its
+#: traceback is in TRACEBACK/N where _UNDER is given; polyhvdrun has it from what the rank prints.
+FUNCTION, RESULT, ERROR, TRACEBACK = "run/function", "run/result", "run/error", "run/traceback"
+_PR_SET_PDEATHSIG = 1
 #: How long a rank that has failed tries to send its exception.
 _ERROR_TIMEOUT_S = 10.0
 _INTERRUPTED_STATUS = 130
@@ -109,13 +129,7 @@ def run_function(
     if allocation is not None and mpi_args is None:
         chosen = {"network_interface": interface, "remote_python": python or sys.executable}
         spec = spec.within(allocation, argparse.Namespace(**chosen, mpi=False, jsrun=False))
-    try:
-        payload = cloudpickle.dumps(call)
-    except Exception as error:
-        name = getattr(call[0], "__qualname__", call[0])
-        raise TypeError(
-            f"run(): {name} and its arguments cannot be sent to the ranks: {_in_a_line(error)}"
-        ) from error
+    payload = payload_of(call, "run()")
     stdout, stderr = _stream(sys.stdout, 1), _stream(sys.stderr, 2)
     if mpi_args is not None:
         return _run_by_mpi(spec, ssh, payload, mpi_args, (stdout, stderr))
@@ -126,20 +140,59 @@ def run_function(
         Job(spec, output) as job,
         _client(job.rendezvous, job.secret) as client,
     ):
-        client.put(_FUNCTION, 0, payload)
+        client.put(FUNCTION, 0, payload)
         _check(job, job.run(), client)
         if changes:
             return _results_of_last_world(client, output.size)
         return _results(client, len(spec.placements))
 
 
+def payload_of(call: Call, caller: str) -> bytes:
+    """A function with its arguments as the bytes that ranks read.
+
+    Raises:
+        TypeError: they cannot be pickled; the message begins with ``caller``.
+    """
+    try:
+        return bytes(cloudpickle.dumps(call))
+    except Exception as error:
+        name = getattr(call[0], "__qualname__", call[0])
+        raise TypeError(
+            f"{caller}: {name} and its arguments cannot be sent to the ranks: {in_a_line(error)}"
+        ) from error
+
+
+def start_rank(
+    python: str | None, variables: Mapping[str, str], outputs: Sequence[IO[bytes] | None]
+) -> subprocess.Popen[bytes]:
+    """Start this module's program, which is a rank and ends with this process.
+
+    Args:
+        python: None: that of this process.
+        variables: of its environment, beside those of this process.
+        outputs: files for what it prints and for its errors; None: those of this process.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    path = os.pathsep.join(os.path.abspath(item) for item in sys.path)
+    return subprocess.Popen(
+        [python or sys.executable, "-m", "polyhvd.launch.job.function", _UNDER, str(os.getpid())],
+        env={**os.environ, "PYTHONPATH": path, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=outputs[0],
+        stderr=outputs[1],
+        start_new_session=True,  # a group, with its children
+    )
+
+
 def _results(client: Client, size: int) -> list[Any]:
     try:
-        values = client.gather(_RESULT, size, wait_s=0.0)
+        values = client.gather(RESULT, size, wait_s=0.0)
     except GatherTimeoutError as error:
         ranks = ", ".join(map(str, error.missing))
         raise RuntimeError(f"no result of rank {ranks}: the function has ended the process") from None
-    return [_load_result(rank, value) for rank, value in enumerate(values)]
+    return [load_result(rank, value) for rank, value in enumerate(values)]
 
 
 def _run_by_mpi(
@@ -150,7 +203,7 @@ def _run_by_mpi(
     local = [network.is_local(host.name) for host in spec.hosts]
     secret, size = new_secret(), len(spec.placements)
     with Server(parse_secret(secret), address_of(spec, local)) as server, _client(server, secret) as client:
-        client.put(_FUNCTION, 0, payload)
+        client.put(FUNCTION, 0, payload)
         settings = {**spec.env, "POLYHVD_RENDEZVOUS": server.endpoint, "POLYHVD_SECRET": secret}
         given = [name for name in spec.env if not name.startswith(("POLYHVD_", "HOROVOD_", "PYTHONPATH"))]
         extra = [word for name in given for word in ("-x", name)] if launcher.open_mpi else []
@@ -228,7 +281,7 @@ def _results_of_last_world(client: Client, processes: int) -> list[Any]:
     sizes = {}
     for process in range(processes):
         with contextlib.suppress(GatherTimeoutError):  # it was lost, or left
-            (value,) = client.gather(f"{_RESULT}/{process}", 1, wait_s=0.0)
+            (value,) = client.gather(f"{RESULT}/{process}", 1, wait_s=0.0)
             generation, rank, sizes[generation], result = cloudpickle.loads(value)
             found.setdefault(generation, {})[rank] = result
     last = max(found, default=0)
@@ -236,7 +289,7 @@ def _results_of_last_world(client: Client, processes: int) -> list[Any]:
     if missing:
         ranks = ", ".join(map(str, missing))
         raise RuntimeError(f"no result of rank {ranks}: the function has ended the process")
-    return [_load_result(rank, value) for rank, value in sorted(found[last].items())]
+    return [load_result(rank, value) for rank, value in sorted(found[last].items())]
 
 
 def _stream(file: TextIO | None, descriptor: int) -> int | TextIO:
@@ -250,13 +303,14 @@ def _stream(file: TextIO | None, descriptor: int) -> int | TextIO:
         return file
 
 
-def _load_result(rank: int, value: bytes) -> Any:
+def load_result(rank: int, value: bytes) -> Any:
+    """The result of a rank; raises RuntimeError where it cannot be unpickled."""
     # Written by ranks of this job: only processes with the job's secret can write here.
     try:
         return cloudpickle.loads(value)
     except Exception as error:
         raise RuntimeError(
-            f"the result of rank {rank} cannot be read here: {_in_a_line(error)}; return what this process "
+            f"the result of rank {rank} cannot be read here: {in_a_line(error)}; return what this process "
             "can import, or plain values"
         ) from error
 
@@ -281,19 +335,25 @@ def _check(job: Job, status: int, client: Client) -> None:
 def _error_of(rank: int, client: Client) -> Exception | str:
     """The exception of a rank, why it is not available, or an empty text if it has sent none."""
     try:
-        (value,) = client.gather(f"{_ERROR}/{rank}", 1, 0.0)
+        (value,) = client.gather(f"{ERROR}/{rank}", 1, 0.0)
     except StoreError:
         return ""  # it was killed, or has left by sys.exit()
+    return load_error(value)
+
+
+def load_error(value: bytes) -> Exception | str:
+    """The exception that a rank has sent, or why it is not available."""
     try:
         error = cloudpickle.loads(value)
     except Exception as reason:
-        return f"its exception cannot be raised here: {_in_a_line(reason)}"
+        return f"its exception cannot be raised here: {in_a_line(reason)}"
     if isinstance(error, (Exception, str)):
         return error
     return f"its exception cannot be raised here: it came as {type(error).__name__}"
 
 
-def _in_a_line(error: BaseException) -> str:
+def in_a_line(error: BaseException) -> str:
+    """Class and first line of an error."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
@@ -304,6 +364,8 @@ def _client(server: Server, secret: str) -> Client:
 
 def main() -> None:
     """Call the function on this rank and hand its result in, or what it has raised."""
+    if sys.argv[1:2] == [_UNDER]:
+        _end_with(int(sys.argv[2]))
     launched = Launched.from_environment()
     if sys.argv[1:] == [_BY_MPI] and (launch := mpi_launch()) is not None:
         launched = replace(launched, rank=launch.rank)
@@ -313,8 +375,18 @@ def main() -> None:
         _call(launched)
     except Exception as error:
         with contextlib.suppress(Exception):  # the launcher has the traceback, if not this
-            _hand_in(launched, f"{_ERROR}/{_number(launched)}", 0, _pickled(error), _ERROR_TIMEOUT_S)
+            if sys.argv[1:2] == [_UNDER]:
+                text = traceback.format_exc().encode("utf-8", "replace")
+                _hand_in(launched, f"{TRACEBACK}/{_number(launched)}", 0, text, _ERROR_TIMEOUT_S)
+            _hand_in(launched, f"{ERROR}/{_number(launched)}", 0, _pickled(error), _ERROR_TIMEOUT_S)
         raise
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when the one that has started it is dead."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _call(launched: Launched) -> None:
@@ -323,7 +395,7 @@ def _call(launched: Launched) -> None:
     secret = parse_secret(launched.secret)
     number = _number(launched)
     with Client(launched.rendezvous, secret, rank=number, generation=0, deadline=deadline) as client:
-        (payload,) = client.gather(_FUNCTION, 1, start_timeout_s)
+        (payload,) = client.gather(FUNCTION, 1, start_timeout_s)
     func, args, kwargs = cloudpickle.loads(payload)
     value = func(*args, **kwargs)
     try:
@@ -331,13 +403,13 @@ def _call(launched: Launched) -> None:
     except Exception as error:
         raise TypeError(
             f"rank {launched.rank}: a result of type {type(value).__name__} cannot be sent to polyhvd.run: "
-            f"{_in_a_line(error)}"
+            f"{in_a_line(error)}"
         ) from error
     if launched.member is None:
-        _hand_in(launched, _RESULT, launched.rank, result, start_timeout_s)
+        _hand_in(launched, RESULT, launched.rank, result, start_timeout_s)
     else:
         value = cloudpickle.dumps((*_last_place(launched.member), result))
-        _hand_in(launched, f"{_RESULT}/{launched.member}", 0, value, start_timeout_s)
+        _hand_in(launched, f"{RESULT}/{launched.member}", 0, value, start_timeout_s)
 
 
 def _number(launched: Launched) -> int:
@@ -360,7 +432,7 @@ def _pickled(error: Exception) -> bytes:
     try:
         return bytes(cloudpickle.dumps(error))
     except Exception as reason:
-        return bytes(cloudpickle.dumps(f"its exception cannot be sent: {_in_a_line(reason)}"))
+        return bytes(cloudpickle.dumps(f"its exception cannot be sent: {in_a_line(reason)}"))
 
 
 def _hand_in(launched: Launched, key: str, number: int, value: bytes, timeout_s: float) -> None:

@@ -1,0 +1,19 @@
+"""Jobs on Spark: tasks start the ranks. See docs/spark.md."""
+
+from __future__ import annotations
+
+import sys
+
+from polyhvd.installed import is_installed
+
+if not is_installed("pyspark"):
+    raise ModuleNotFoundError(
+        f"polyhvd.spark needs PySpark, which is not installed for {sys.executable}; "
+        "install it with: pip install 'polyhvd[spark]'",
+        name="pyspark",
+    )
+
+from polyhvd.spark import task
+from polyhvd.spark.running import run
+
+__all__ = ["run", "task"]

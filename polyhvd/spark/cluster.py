@@ -1,0 +1,184 @@
+"""The Spark that this process is connected to, classic or by Spark Connect: its slots and its jobs.
+
+The classic one is asked through its JVM, since PySpark has no other way to what its web pages show.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["Cluster", "find"]
+
+_TASKS_MAX = 10_000  # of one stage, to look at
+
+
+class Cluster(abc.ABC):
+    """A session of Spark.
+
+    Args:
+        session: of PySpark.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+
+    @abc.abstractmethod
+    def slots(self) -> int | None:
+        """How many tasks can run at once, by their CPUs and GPUs; None: that is not known."""
+
+    @abc.abstractmethod
+    def tagged(self, tag: str) -> contextlib.AbstractContextManager[None]:
+        """A context in which this thread's jobs have a tag."""
+
+    @abc.abstractmethod
+    def cancel(self, tag: str) -> None:
+        """Cancel the jobs that have a tag."""
+
+    @abc.abstractmethod
+    def has_begun(self, tag: str) -> bool:
+        """Whether a task of the job that has this tag is running, or has been."""
+
+    @abc.abstractmethod
+    def lost(self, tag: str) -> str:
+        """Which task of the job that has this tag has failed, and why; empty: none, or it is not known."""
+
+    @abc.abstractmethod
+    def described(self) -> str:
+        """What there is, for messages."""
+
+
+class ClassicCluster(Cluster):
+    """That of a driver with a JVM beside it."""
+
+    def __init__(self, session: Any) -> None:
+        super().__init__(session)
+        self._context = session.sparkContext
+        self._scala = self._context._jsc.sc()
+
+    def slots(self) -> int:
+        """The slots of the executors that have registered."""
+        profile = self._scala.resourceProfileManager().defaultResourceProfile()
+        return int(self._scala.maxNumConcurrentTasks(profile))
+
+    @contextlib.contextmanager
+    def tagged(self, tag: str) -> Iterator[None]:
+        """Add the tag to those of this thread."""
+        self._context.addJobTag(tag)
+        try:
+            yield
+        finally:
+            self._context.removeJobTag(tag)
+
+    def cancel(self, tag: str) -> None:
+        """Cancel by the context."""
+        self._context.cancelJobsWithTag(tag)
+
+    def has_begun(self, tag: str) -> bool:
+        """As Spark's status store has it."""
+        return any(
+            job.numActiveTasks() + job.numCompletedTasks() + job.numFailedTasks() + job.numKilledTasks()
+            for job in self._jobs(tag)
+        )
+
+    def lost(self, tag: str) -> str:
+        """The first failure that Spark has recorded."""
+        store = self._scala.statusStore()
+        for job in self._jobs(tag):
+            if not job.numFailedTasks():
+                continue
+            for number in _items(job.stageIds()):
+                for task in _items(store.taskList(number, 0, _TASKS_MAX)):
+                    if task.status() == "FAILED":
+                        reason = task.errorMessage()
+                        text = reason.get() if reason.isDefined() else "without a message"
+                        where = f"executor {task.executorId()} on {task.host()}"
+                        text = text.partition("\n\tat ")[0]  # the stack of the JVM follows
+                        return f"task {task.partitionId()} ({where}) has failed: {text}"
+        return ""
+
+    def described(self) -> str:
+        """Slots and running tasks."""
+        executors = _items(self._scala.statusStore().executorList(True))
+        active = sum(executor.activeTasks() for executor in executors)
+        return f"{self.slots()} slots, in which {active} tasks are running"
+
+    def _jobs(self, tag: str) -> list[Any]:
+        jobs = _items(self._scala.statusStore().jobsList(None))
+        return [job for job in jobs if tag in job.jobTags().mkString(" ").split()]
+
+
+class ConnectCluster(Cluster):
+    """That of a server of Spark Connect, of which less can be known."""
+
+    def __init__(self, session: Any) -> None:
+        super().__init__(session)
+        self._has_begun = False
+
+    def slots(self) -> int | None:
+        """Spark's default parallelism, its number of cores; None: it is set, or GPUs limit the tasks."""
+        configured = self.session.conf.get
+        if configured("spark.default.parallelism", "") or configured("spark.task.resource.gpu.amount", ""):
+            return None
+        from pyspark.sql import functions
+
+        numbers = self.session.range(1 << 16).select(functions.spark_partition_id().alias("number"))
+        return int(numbers.distinct().count()) // int(configured("spark.task.cpus", "1"))
+
+    @contextlib.contextmanager
+    def tagged(self, tag: str) -> Iterator[None]:
+        """Add the tag to those of this thread, and watch its progress."""
+        self._has_begun = not hasattr(self.session, "registerProgressHandler")  # before Spark 4
+        with contextlib.ExitStack() as undone:
+            if not self._has_begun:
+                self.session.registerProgressHandler(self._progress)
+                undone.callback(self.session.removeProgressHandler, self._progress)
+            self.session.addTag(tag)
+            undone.callback(self.session.removeTag, tag)
+            yield
+
+    def _progress(self, stages: Any, inflight_tasks: int, **_: Any) -> None:
+        self._has_begun |= inflight_tasks > 0
+
+    def cancel(self, tag: str) -> None:
+        """Interrupt by the session."""
+        self.session.interruptTag(tag)
+
+    def has_begun(self, tag: str) -> bool:
+        """As the server has reported; with Spark 3.5, which reports nothing, always."""
+        return self._has_begun
+
+    def lost(self, tag: str) -> str:
+        """Not known."""
+        return ""
+
+    def described(self) -> str:
+        """The slots, if they are known."""
+        slots = self.slots()
+        return f"{'an unknown number of' if slots is None else slots} slots"
+
+
+def find() -> Cluster:
+    """The cluster of the session of this process.
+
+    Raises:
+        RuntimeError: there is no session.
+    """
+    from pyspark.sql import SparkSession
+
+    try:
+        session = SparkSession.active()
+    except Exception:  # of a class that depends on the version
+        raise RuntimeError(
+            "polyhvd.spark.run(): there is no session of Spark in this process; make one with "
+            "SparkSession.builder.getOrCreate()"
+        ) from None
+    is_connect = type(session).__module__.startswith("pyspark.sql.connect")
+    return ConnectCluster(session) if is_connect else ClassicCluster(session)
+
+
+def _items(sequence: Any) -> list[Any]:
+    """The items of one of Scala's sequences."""
+    return [sequence.apply(number) for number in range(sequence.length())]

@@ -1,0 +1,62 @@
+"""One session of Spark for all tests of a module: two executors with a slot and a GPU each."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyhvd.installed import is_installed
+
+collect_ignore_glob = [] if is_installed("pyspark") else ["test_*.py"]
+
+START_S = 300.0  # what takes ten seconds on an idle machine
+#: Names a GPU for each worker that asks: 3 for the first, and 5 for the second.
+DISCOVERY = """#!/bin/sh
+for number in 3 5; do mkdir "$0.$number" 2>/dev/null && break; done
+echo '{"name": "gpu", "addresses": ["'$number'"]}'
+"""
+
+
+def settings(folder: Path) -> dict[str, str]:
+    """Of a session on a cluster of two executors."""
+    script = folder / "discover"
+    script.write_text(DISCOVERY)
+    script.chmod(0o755)
+    return {
+        "spark.driver.host": "127.0.0.1",
+        "spark.executor.memory": "512m",
+        "spark.executor.resource.gpu.amount": "1",
+        "spark.sql.shuffle.partitions": "1",
+        "spark.task.resource.gpu.amount": "1",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.worker.resource.gpu.amount": "1",
+        "spark.worker.resource.gpu.discoveryScript": str(script),
+    }
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The session, whose executors have registered."""
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    from pyspark.sql import SparkSession
+
+    from polyhvd.spark import cluster
+
+    builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("tests")
+    for name, value in settings(tmp_path_factory.mktemp("spark")).items():
+        builder = builder.config(name, value)
+    made = builder.getOrCreate()
+    made.sparkContext.setLogLevel("OFF")
+    deadline = time.monotonic() + START_S
+    while cluster.find().slots() < 2:
+        assert time.monotonic() < deadline, "the executors have not registered"
+        time.sleep(0.1)
+    yield made
+    made.stop()

@@ -1,0 +1,56 @@
+"""What tests of Spark share: functions of ranks, and a look at their processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+END_S = 5.0
+BUSY_S = 400.0  # for what takes a second on an idle machine
+
+
+def in_world(function: Callable[..., Any], *args: Any) -> Any:
+    import polyhvd.numpy as hvd
+
+    hvd.init()
+    result = function(hvd, *args)
+    hvd.shutdown()
+    return result
+
+
+def sleeping(folder: Path) -> None:
+    """Note the process, and wait to be killed."""
+    import polyhvd.numpy as hvd
+
+    hvd.init()
+    with (folder / f"rank-{hvd.rank()}").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(600)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come true"
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def noted(folder: Path, size: int = 2) -> list[int]:
+    """The processes of the ranks, once they are running."""
+    files = [folder / f"rank-{rank}" for rank in range(size)]
+    wait_until(lambda: all(file.exists() and file.read_text().endswith("\n") for file in files), BUSY_S)
+    return [int(file.read_text()) for file in files]

@@ -1,0 +1,84 @@
+"""polyhvd.spark.run in a session of Spark Connect, whose server is on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pyspark
+import pytest
+import spark_common
+from spark_common import BUSY_S, END_S, in_world, is_alive, noted, parent_of, sleeping, wait_until
+
+import polyhvd.spark
+
+for module in (spark_common, sys.modules[__name__]):
+    cloudpickle.register_pickle_by_value(module)
+pytestmark = pytest.mark.skipif(
+    int(pyspark.__version__.partition(".")[0]) < 4, reason="a server for tests needs PySpark 4"
+)
+
+
+class MineError(Exception):
+    pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def remote() -> Iterator[Any]:
+    """A session with two slots."""
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    from pyspark.sql import SparkSession
+
+    made = SparkSession.builder.remote("local[2]").getOrCreate()
+    yield made
+    made.stop()
+
+
+def test_ranks_of_all_slots_meet() -> None:
+    def add(hvd: Any) -> tuple[int, float]:
+        return hvd.local_size(), float(hvd.allreduce(np.full(1, 1.0 + hvd.rank()), op=hvd.Sum)[0])
+
+    assert polyhvd.spark.run(in_world, (add,)) == [(2, 3.0)] * 2
+
+
+def test_an_exception_has_its_class() -> None:
+    def fail(hvd: Any) -> None:
+        if hvd.rank() == 1:
+            raise MineError("of rank 1")
+        hvd.allreduce(np.ones(1))
+
+    with pytest.raises(MineError, match=r"^of rank 1$") as caught:
+        polyhvd.spark.run(in_world, (fail,), num_proc=2)
+    assert "rank 1 (executor at " in str(caught.value.__cause__)
+
+
+def test_too_few_slots_are_an_error_after_the_timeout() -> None:
+    with pytest.raises(TimeoutError, match=r"not started 3 tasks at once within 1 s .*there are 2 slots"):
+        polyhvd.spark.run(lambda: 1, num_proc=3, start_timeout=1)
+
+
+def test_no_rank_outlives_its_worker_and_none_is_started_again(tmp_path: Path) -> None:
+    job = ThreadPoolExecutor(1).submit(polyhvd.spark.run, sleeping, (tmp_path,), num_proc=2)
+    ranks = noted(tmp_path)
+    os.kill(parent_of(ranks[1]), signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, ranks)), END_S)
+    error = job.exception(BUSY_S)
+    assert isinstance(error, RuntimeError)
+    assert "Python worker exited unexpectedly" in str(error)
+    assert "\tat " not in str(error)
+    assert noted(tmp_path) == ranks
+
+
+def test_an_interrupted_session_ends_the_ranks(remote: Any, tmp_path: Path) -> None:
+    job = ThreadPoolExecutor(1).submit(polyhvd.spark.run, sleeping, (tmp_path,), num_proc=2)
+    ranks = noted(tmp_path)
+    remote.interruptAll()
+    assert isinstance(job.exception(BUSY_S), RuntimeError)
+    wait_until(lambda: not any(map(is_alive, ranks)), END_S)
