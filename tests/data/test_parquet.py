@@ -648,14 +648,14 @@ def test_link_back_to_a_folder_above_is_entered_once(tmp_path: Path) -> None:
 
 def test_path_of_databricks_is_that_of_its_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_DBFS_MOUNT", str(tmp_path / "dbfs"))
-    with pytest.raises(ValueError, match=r"'dbfs:/mnt', but this host has no .*pass filesystem=fsspec"):
-        loader_of("dbfs:/mnt")
+    with pytest.raises(ValueError, match=r"'dbfs:/shared', but this host has no .*pass filesystem=fsspec"):
+        loader_of("dbfs:/shared")
     (tmp_path / "dbfs").mkdir()
-    for source in ("dbfs:/mnt/a b%20", "dbfs:///mnt/a b%20"):
+    for source in ("dbfs:/shared/a b%20", "dbfs:///shared/a b%20"):
         assert write_parquet({"x": [3, 4]}, f"{source}/x.parquet") == 2
         assert rows_of(loader_of(source, shuffle=False)) == [0, 1]
         assert rows_of(loader_of(f"{source}/*.parquet", shuffle=False)) == [0, 1]
-        (tmp_path / "dbfs" / "mnt" / "a b%20" / "x.parquet").unlink()
+        (tmp_path / "dbfs" / "shared" / "a b%20" / "x.parquet").unlink()
         with pytest.raises(DataError, match="has no files that end in"):
             loader_of(source)
 

@@ -205,19 +205,19 @@ def test_uri_of_hdfs_is_opened_with_its_user_name_node_and_options(
 ) -> None:
     for year in (2024, 2025):
         x = np.arange(10) + 10 * (year - 2024)
-        write_parquet({"x": x}, tmp_path / f"data/train/year={year}/0 %20.parquet", rows_per_group=3)
+        write_parquet({"x": x}, tmp_path / f"logs/train/year={year}/0 %20.parquet", rows_per_group=3)
     hadoop = _Hadoop("FileSystem", (), {"asked": [], "root": tmp_path})
     monkeypatch.setattr(fs, "FileSystem", hadoop)
-    base = "hdfs://someone@namenode:9000/data"
+    base = "hdfs://someone@namenode:9000/logs"
     for path in ("train", "train/", "train/*/*.parquet", "**"):
         loader = loader_of(f"{base}/{path}?replication=2&buffer_size=65536", columns=["x"])
         assert x_of(loader) == list(range(20))
     assert set(hadoop.asked) == {"hdfs://someone@namenode:9000/path?replication=2&buffer_size=65536"}
-    loader_of("hdfs:///data/train")
+    loader_of("hdfs:///logs/train")
     assert hadoop.asked[-1] == "hdfs:///path"
-    (tmp_path / "data/train/year=2025/0 %20.parquet").write_bytes(b"no Parquet")
+    (tmp_path / "logs/train/year=2025/0 %20.parquet").write_bytes(b"no Parquet")
     with pytest.raises(
-        DataError, match=r"hdfs://namenode:9000/data/train/year=2025/0 %20\.parquet cannot be read"
+        DataError, match=r"hdfs://namenode:9000/logs/train/year=2025/0 %20\.parquet cannot be read"
     ):
         loader_of(f"{base}/train")
 
