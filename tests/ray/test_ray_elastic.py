@@ -23,7 +23,12 @@ from polyhvd.data import ArrayLoader
 from polyhvd.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
 from polyhvd.ray.worker import visible_gpus
 
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+sys.path.insert(0, str(Path(__file__).parents[1] / "elastic"))
+
+import dying
+
+for module in (sys.modules[__name__], dying):
+    ray.cloudpickle.register_pickle_by_value(module)
 
 ROWS, EPOCHS, BATCH = 48, 2, 4
 END_S = 5.0
@@ -117,6 +122,51 @@ def test_a_job_waits_for_a_new_process_when_the_first_one_dies_at_once(tmp_path:
     processes = started(tmp_path)
     assert len(processes) == 5  # of which one was lost in a step, and one before init()
     assert [item.process in processes[:3] for item in found] == [True, True, False]
+
+
+def train_killed(folder: Path, kills: Sequence[str]) -> Found:
+    """Count rows; processes are killed in commits, and while the ranks of a world meet or get the state."""
+    from polyhvd.elastic import train as module
+
+    places = dying.Kills(folder, kills)
+    dying.die_in_meetings(places)
+
+    class Killed(module.Training):
+        def save(self) -> None:
+            self._inner.save()
+            places.die_at("commit", hvd.rank(), self.steps)
+            super().save()
+
+        def _sync_from(self, root: int, *, among: Any) -> None:
+            if places.is_done("commit", 1, 4):
+                places.die_at("sync", hvd.rank())
+            super()._sync_from(root, among=among)
+
+    module.Training = Killed  # type: ignore[misc]
+    return train(folder)
+
+
+@pytest.mark.parametrize(
+    ("kills", "lost"),
+    [
+        pytest.param(["commit:1:4"], 1, id="in a commit"),
+        pytest.param(["commit:0:4"], 1, id="rank 0 in a commit", marks=pytest.mark.nightly),
+        pytest.param(["commit:1:4", "meet:0:2:hello"], 2, id="in a recovery"),
+        pytest.param(
+            ["commit:1:4", "meet:1:2:done"], 2, id="at the end of a recovery", marks=pytest.mark.nightly
+        ),
+        pytest.param(["commit:1:4", "join:hello"], 2, id="a new rank when it joins"),
+        pytest.param(["commit:1:4", "sync:2"], 2, id="a new rank when it gets the state"),
+    ],
+)
+def test_kills_at_bad_moments_lose_and_repeat_no_row(kills: list[str], lost: int, tmp_path: Path) -> None:
+    found = executor(3 if len(kills) > 1 else 1, 3).run(lambda: train_killed(tmp_path, kills))
+    check_training(found)
+    for kill in kills:
+        assert (tmp_path / f"killed {kill}").exists(), "the process was not killed"
+    kept = {item.process for item in found} & set(started(tmp_path)[:3])
+    assert len(kept) == 3 - sum("join" not in kill and "sync" not in kill for kill in kills)
+    assert len(started(tmp_path)) == 3 + lost or len(kills) == 1
 
 
 def check_training(found: list[Found]) -> None:
