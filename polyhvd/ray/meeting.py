@@ -16,6 +16,7 @@ from polyhvd.launch.entry import last_generation
 from polyhvd.launch.init import is_initialized
 from polyhvd.launch.providers.precedence import RAY
 from polyhvd.launch.providers.ray import Assignment
+from polyhvd.ray import metrics
 from polyhvd.rendezvous.auth import new_secret
 from polyhvd.runtime.placement import by_host, placements, visible_gpus
 
@@ -182,3 +183,4 @@ def _serve(secret: str, address: str, variables: Mapping[str, str]) -> str:
 def _join(assignment: Assignment, variables: dict[str, str]) -> None:
     RAY.set_variables(variables)
     RAY.give(assignment)
+    metrics.publish()

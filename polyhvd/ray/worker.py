@@ -17,6 +17,7 @@ from polyhvd.launch.init import leave_after, shutdown
 from polyhvd.launch.providers.elastic import MemberProvider
 from polyhvd.launch.providers.precedence import RAY
 from polyhvd.launch.providers.provider import Claim, Met
+from polyhvd.ray import metrics
 
 __all__ = [
     "BaseHorovodWorker",
@@ -168,6 +169,7 @@ class ElasticWorker:
         RAY.set_variables(variables)
         own = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
         RAY.join_elastic(_ActorProvider(launched, tuple(own), node_gpus), launched)
+        metrics.publish()
         number = launched.member or 0
         function, args, kwargs = call
         try:
