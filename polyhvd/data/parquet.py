@@ -18,7 +18,7 @@ from polyhvd.data.files import ParquetFiles
 from polyhvd.data.finishing import Finishing, StandIn
 from polyhvd.data.loader import Batch, Loader
 from polyhvd.data.order import Indices, Order, Section, Step, at_least
-from polyhvd.data.position import Place, current_place
+from polyhvd.data.position import Place
 from polyhvd.data.read_ahead import ReadAhead
 from polyhvd.data.skips import Skips
 from polyhvd.data.storage import TIMEOUT_S, Source
@@ -87,9 +87,8 @@ class FileLoader(Loader):
             counted in ``hvd.counters()``. They keep their place in the order, with weight 0. Files that
             cannot be opened are left out of the order.
         streams: into how many streams an epoch is cut; None: so many that at most a tenth of the row groups
-            is read twice, up to 64. If rows are not shuffled, it is 1 in a world of one rank, which keeps
-            their order; in larger ones rows of several parts of the data are interleaved, of which each rank
-            reads its own. 1 keeps the order there, too, but has every rank read all row groups.
+            is read twice, up to 64. If rows are not shuffled it is 1, which keeps their order, but has every
+            rank read all row groups.
         shuffle_bytes: memory for the rows that all ranks together hold to shuffle them.
         prefetch_bytes: how many bytes of batches the thread is ahead at most; and as many of row groups that
             are read before they are needed, of a remote file system up to 16 at the same time.
@@ -178,9 +177,7 @@ class FileLoader(Loader):
         self._row_bytes = self._files.row_bytes() + 8  # and the number of the row
         largest = int(sizes.max(initial=1))
         if streams is None:
-            streams = self._suitable_streams(len(sizes), largest)
-            if not shuffle:
-                streams = _unshuffled_streams(streams, len(sizes), placement or current_place)
+            streams = self._suitable_streams(len(sizes), largest) if shuffle else 1
         if shuffle:
             window = int(self._shuffle_bytes / (at_least(1, "streams", streams) * self._row_bytes))
         else:
@@ -356,21 +353,6 @@ class FileLoader(Loader):
             self._workers.close()  # the thread waits for them
         if has_ended or self._ahead[1].close(wait=wait):
             self._ahead = None
-
-
-def _unshuffled_streams(suitable: int, groups: int, placement: Callable[[], tuple[int, int]]) -> int:
-    """One, which keeps the order of the files, for a single rank; else at least one for each rank.
-
-    Args:
-        suitable: how many suit the row groups.
-        groups: how many row groups there are.
-        placement: returns rank and size.
-    """
-    try:
-        size = placement()[1]
-    except NotInitializedError:
-        return 1
-    return 1 if size == 1 else max(1, min(groups, max(suitable, size)))
 
 
 class ParquetLoader(FileLoader):

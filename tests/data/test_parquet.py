@@ -202,45 +202,6 @@ def test_order_is_that_of_the_arithmetic_however_rows_are_read(tmp_path: Path) -
         assert step is None
 
 
-@pytest.mark.parametrize("groups", [[[5] * 12] * 3, [[6] * 50], [[4, 0, 3], [], [5]], [[7, 1] * 9]])
-def test_ranks_read_their_part_of_data_that_is_not_shuffled(tmp_path: Path, groups: list[list[int]]) -> None:
-    folder = written(tmp_path, groups)
-    for size in (2, 3, 4, 5):
-        if size <= sum(rows > 0 for sizes in groups for rows in sizes):
-            assert read_by(size, folder, shuffle=False) <= 2, size
-    assert read_by(4, folder, shuffle=False, streams=1) >= 2
-
-
-def test_order_of_files_is_kept_in_each_step_with_one_stream(tmp_path: Path) -> None:
-    folder = written(tmp_path, [[5] * 12] * 3)
-    loaders = [
-        loader_of(folder, shuffle=False, streams=1, placement=lambda r=rank: (r, 3)) for rank in range(3)
-    ]
-    steps = zip(*loaders, strict=True)
-    assert [x for batches in steps for batch in batches for x in batch["x"].tolist()] == list(range(180))
-
-
-def test_position_of_data_that_is_not_shuffled_is_that_of_another_number_of_ranks(tmp_path: Path) -> None:
-    folder = written(tmp_path, [[5] * 12] * 3)
-    seen: list[int] = []
-    state = None
-    for size in (4, 1, 3):
-        loaders = [
-            loader_of(folder, shuffle=False, placement=lambda r=r, n=size: (r, n)) for r in range(size)
-        ]
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state)
-        for step, batches in enumerate(zip(*loaders, strict=True)):
-            seen += [x for batch in batches if batch.weight for x in batch["x"].tolist()]
-            for loader in loaders:
-                loader.advance()
-            if step == 3 and size != 3:
-                break
-        state = loaders[0].state_dict()
-    assert sorted(seen) == list(range(180))
-
-
 def test_without_shuffling_rows_come_as_they_are_stored(tmp_path: Path) -> None:
     folder = written(tmp_path, [[3, 0, 4], [], [2, 6]])
     loader = loader_of(folder, shuffle=False)
@@ -818,7 +779,7 @@ def test_description_warns_of_row_groups_that_are_too_few_or_too_large(tmp_path:
     assert "at most 5 rows per group (write_parquet(rows_per_group=...))" in few
     large = loader_of(folder, shuffle_bytes=1000).describe()
     assert "row groups are large" in large
-    unshuffled = loader_of(folder, shuffle=False, streams=1, placement=lambda: (0, 3)).describe()
+    unshuffled = loader_of(folder, shuffle=False, placement=lambda: (0, 3)).describe()
     assert "pass streams=4" in unshuffled
 
 
