@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
+from polyhvd.data import delta
 from polyhvd.data.cache import token
 from polyhvd.errors import DataError
 
@@ -468,6 +469,8 @@ _Files = list[tuple[StoredFile, dict[str, str | None]]]
 
 def _local_files(storage: Storage, path: str, name: str, suffixes: Sequence[str]) -> _Files:
     root = Path(path)
+    if (root / delta.LOG).is_dir():
+        return _delta_files(storage, path)
     if root.is_dir():
         found = sorted(file for file in _walked(root) if _is_data(file.relative_to(root).parts, suffixes))
         if not found:
@@ -483,6 +486,21 @@ def _local_files(storage: Storage, path: str, name: str, suffixes: Sequence[str]
             raise DataError(f"no file matches {name!r}")
         root = Path(above)
     return [(StoredFile(storage, str(p)), _partitions_in(p.relative_to(root).parts)) for p in found]
+
+
+def _delta_files(storage: Storage, path: str) -> _Files:
+    """The files of the current version of a Delta table, whose folders have the values of the partitions."""
+    files, columns = delta.files_of(path)
+    found = []
+    for file in files:
+        values = _partitions_in(os.path.relpath(file, os.path.abspath(path)).split(os.sep))
+        if values.keys() != set(columns):
+            raise DataError(
+                f"the Delta table {path!r} has the partition columns {sorted(columns)}, but the folders of "
+                f"{file} have {sorted(values)}; write the table again with folders name=value"
+            )
+        found.append((StoredFile(storage, file), values))
+    return found
 
 
 def _matching(
@@ -545,6 +563,10 @@ def _walked(root: Path) -> Iterator[Path]:
         raise error
 
     for folder, folders, files in os.walk(root, onerror=refuse):
+        if delta.LOG in folders:
+            raise DataError(
+                f"{folder!r} within {str(root)!r} is a Delta table; pass its path itself as a source"
+            )
         folders[:] = [name for name in folders if not name.startswith(_LEFT_OUT)]
         yield from (Path(folder, file) for file in files)
 
@@ -564,12 +586,19 @@ def _remote_files(storage: Storage, path: str, name: str, suffixes: Sequence[str
         root, pattern = "/".join(parts[:first]), parts[first:]
 
     def enters(parts: Sequence[str]) -> bool:
-        return _leads_to(parts, pattern) if pattern else not parts[-1].startswith(_LEFT_OUT)
+        if pattern:
+            return _leads_to(parts, pattern)
+        return parts[-1] == delta.LOG or not parts[-1].startswith(_LEFT_OUT)
 
     skipped = len(parts_of(root))
     found = []
     for info in storage.files_in(root, enters):
         parts = info.path.strip("/").split("/")[skipped:]
+        if not pattern and delta.LOG in parts:
+            raise DataError(
+                f"{name!r} is a Delta table, or has one; only tables in local folders are read as such; pass "
+                "the files of its current version: deltalake.DeltaTable(uri, storage_options=...).file_uris()"
+            )
         if _matches(parts, pattern) if pattern else _is_data(parts, suffixes):
             found.append((parts, StoredFile(storage, info.path, storage.state_of(info))))
     if not found and pattern:
