@@ -363,9 +363,9 @@ class ParquetLoader(FileLoader):
 
             ``format``, ``columns``, ``batch_size``, ``global_batch_size``, ``shuffle``, ``seed``, ``last``,
             ``filter``, ``fill_null``, ``decode``, ``pad``, ``transform``, ``workers``, ``on_error``,
-            ``streams``, ``shuffle_bytes``, ``prefetch_bytes``, ``filesystem``, ``read_attempts``, ``cache``,
-            ``cache_bytes`` and ``placement`` are those of :class:`FileLoader`, where ``format`` is "parquet"
-            if it is None.
+            ``streams``, ``shuffle_bytes``, ``prefetch_bytes``, ``filesystem``, ``read_attempts``,
+            ``read_timeout_s``, ``cache``, ``cache_bytes`` and ``placement`` are those of
+            :class:`FileLoader`, where ``format`` is "parquet" if it is None.
 
     Raises:
         ModuleNotFoundError, ValueError, DataError: as :class:`FileLoader` does.
