@@ -155,7 +155,9 @@ def train_killed(folder: Path, kills: Sequence[str]) -> Found:
         pytest.param(
             ["commit:1:4", "meet:1:2:done"], 2, id="at the end of a recovery", marks=pytest.mark.nightly
         ),
-        pytest.param(["commit:1:4", "join:hello"], 2, id="a new rank when it joins"),
+        pytest.param(
+            ["commit:1:4", "join:hello"], 2, id="a new rank when it joins", marks=pytest.mark.nightly
+        ),
         pytest.param(["commit:1:4", "sync:2"], 2, id="a new rank when it gets the state"),
     ],
 )

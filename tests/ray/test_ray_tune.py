@@ -183,6 +183,7 @@ class MineError(Exception):
     pass
 
 
+@pytest.mark.nightly  # the trial raises what RayExecutor.run() raises
 def test_the_exception_of_a_rank_is_that_of_its_trial(tmp_path: Path) -> None:
     def fail(config: dict[str, Any]) -> None:
         hvd.init()
