@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -73,7 +74,13 @@ ENVIRONMENTS = (
         (),
         extra_tests=("tests/launch/test_notebook.py",),
     ),
-    Environment("ray", ("numpy>=2,<3", "ray[tune]==2.60.0"), (), extra_tests=("tests/ray",)),
+    Environment(
+        "ray",
+        ("numpy>=2,<3", "ray[tune]==2.60.0"),
+        (),
+        extra_tests=("tests/ray",),
+        settings=(("SUITE_PACKAGES", sysconfig.get_path("purelib")),),  # with PyTorch, for some ranks
+    ),
     Environment(
         "spark-3.5",
         ("numpy==1.26.4", "pandas==2.2.3", "pyarrow==17.0.0", "pyspark==3.5.9", "setuptools", "fsspec"),
