@@ -393,3 +393,21 @@ def test_watching_is_measured_on_the_catalogue_s_network_too() -> None:
     found = {"framework": "Keras", "network": "n", "batch": 32}
     found["ms"] = {"alone": 2.0, "hooks": 2.1, "watch": 3.0}
     assert parity.line(found) == "| Keras | n | 32 | 2.000 | 2.100 | 3.000 | 1.50 |"
+
+
+def test_readers_of_data_are_measured_in_turns(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path; from benchmarks import data; "
+        f"data.main(Path({str(tmp_path)!r}), quick=True, "
+        "readers=['polyhvd', 'floor', 'polyhvd, 2 workers', 'decoding'], costs=[])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "data.json").read_text())
+    assert [part["size"] for part in found] == [1, 2, 1, 2]
+    for part in found:
+        assert len(part["rows_s"]) == 2
+        assert all(len(speeds) == 2 and min(speeds) > 0 for speeds in part["rows_s"].values())
+    assert "| polyhvd | " in (tmp_path / "data.md").read_text()

@@ -1,8 +1,8 @@
-"""Makes the environments of what elastic jobs are measured beside: ``make bench-peers``.
+"""Makes the environments of what elastic jobs and loaders of data are measured beside: ``make bench-peers``.
 
-Ray Train and Horovod each get a virtual environment in build/peers, which sees the suite's PyTorch and is
-kept between runs; ``python tools/bench_peers.py ray`` makes one. Horovod is compiled, from its last version
-with one change of the C++ standard, as docs/performance.md says.
+Ray Train, Horovod and loaders of data get virtual environments in build/peers, which see the suite's PyTorch
+and are kept between runs; ``python tools/bench_peers.py ray`` makes one. Horovod is compiled, from its last
+version with one change of the C++ standard, as docs/performance.md says.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.matrix import ROOT, run, show_suite_packages
+from tools.matrix import ROOT, run
 
 WORK = ROOT / "build" / "peers"
 RAY = "ray[train]==2.60.0"
 HOROVOD = "horovod==0.28.1"
 HOROVOD_NEEDS = ("setuptools<81", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml", "cffi")
+LOADERS = ("datasets==5.2.0", "litdata==0.2.76", "numpy==1.26.4")
+STREAMING = ("mosaicml-streaming==0.13.0", "numpy==1.26.4")  # needs other versions of what datasets needs
+PETASTORM = ("petastorm==0.13.1", "pyarrow==12.0.1", "numpy==1.26.4", "pandas<2.2", "setuptools<81")
 #: Horovod's own is too old for the headers of PyTorch.
 STANDARD = ("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 20")
 
@@ -32,7 +35,9 @@ def environment(name: str) -> Path:
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
     run(sys.executable, "-m", "venv", folder)
-    show_suite_packages(folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    suite = [path for path in sys.path if Path(path).name == "site-packages"]
+    (packages / "suite.pth").write_text("".join(f"{path}\n" for path in suite))
     return folder / "bin" / "python"
 
 
@@ -65,7 +70,31 @@ def make_horovod() -> None:
     )
 
 
-MAKERS: dict[str, Callable[[], None]] = {"ray": make_ray, "horovod": make_horovod}
+def make_data() -> None:
+    """Loaders of data, beside the suite's PyTorch and NumPy."""
+    run(environment("data"), "-m", "pip", "install", "-q", "--no-compile", *LOADERS)
+
+
+def make_streaming() -> None:
+    """MosaicML's loader."""
+    run(environment("streaming"), "-m", "pip", "install", "-q", "--no-compile", *STREAMING)
+
+
+def make_petastorm() -> None:
+    """It needs an old pyarrow, and works with nothing of the suite."""
+    folder = WORK / "petastorm"
+    shutil.rmtree(folder, ignore_errors=True)
+    run(sys.executable, "-m", "venv", folder)
+    run(folder / "bin" / "python", "-m", "pip", "install", "-q", "--no-compile", *PETASTORM)
+
+
+MAKERS: dict[str, Callable[[], None]] = {
+    "ray": make_ray,
+    "horovod": make_horovod,
+    "data": make_data,
+    "streaming": make_streaming,
+    "petastorm": make_petastorm,
+}
 
 
 def main() -> None:
