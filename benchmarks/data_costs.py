@@ -84,11 +84,11 @@ def memory(folder: Path) -> dict[str, float]:
 
 
 def waiting(folder: Path) -> dict[str, float]:
-    """The part of the time that steps of about 5 ms have waited for their data."""
+    """The part of the time that steps of a few milliseconds have waited for their data."""
     import polyhvd.numpy as hvd
 
     hvd.init()
-    weights = np.ones((784, 600), np.float32)
+    weights = np.ones((784, 150), np.float32)
     loader = ParquetLoader(folder / "rows", batch_size=128, seed=1)
     for _ in range(2):  # the first epoch begins with an empty queue
         before, begin = hvd.counters()["data_wait_us"], time.perf_counter()
