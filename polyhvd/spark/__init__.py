@@ -14,6 +14,19 @@ if not is_installed("pyspark"):
     )
 
 from polyhvd.spark import task
+from polyhvd.spark.backend import Backend, LocalBackend, SparkBackend
 from polyhvd.spark.running import run
+from polyhvd.spark.store import DBFSLocalStore, FilesystemStore, HDFSStore, LocalStore, Store
 
-__all__ = ["run", "task"]
+__all__ = [
+    "Backend",
+    "DBFSLocalStore",
+    "FilesystemStore",
+    "HDFSStore",
+    "LocalBackend",
+    "LocalStore",
+    "SparkBackend",
+    "Store",
+    "run",
+    "task",
+]

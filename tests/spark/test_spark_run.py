@@ -171,6 +171,14 @@ def test_slots_that_stay_busy_are_an_error_after_the_timeout(session: Any) -> No
         assert job.exception(BUSY_S) is not None
 
 
+def test_a_backend_runs_on_its_number_of_ranks() -> None:
+    backend = polyhvd.spark.SparkBackend(num_proc=1, env={"MINE": "1", "OTHER": "2"}, start_timeout=60)
+    assert backend.num_processes() == 1
+    assert polyhvd.spark.SparkBackend().num_processes() == 2
+    found = backend.run(lambda: (os.environ["MINE"], os.environ["OTHER"]), env={"OTHER": "3"})
+    assert found == [("1", "3")]
+
+
 def test_a_number_of_ranks_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="num_proc must be a positive number; found 0"):
         polyhvd.spark.run(lambda: 1, num_proc=0)

@@ -1,0 +1,97 @@
+"""What runs the function of an estimator on ranks: tasks of Spark, or processes of this host."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from polyhvd.launch import run as run_here
+from polyhvd.spark.cluster import find
+from polyhvd.spark.running import run
+
+__all__ = ["Backend", "LocalBackend", "SparkBackend"]
+
+
+class Backend(abc.ABC):
+    """Calls functions on the ranks of a job."""
+
+    @abc.abstractmethod
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank, and return the results in rank order.
+
+        Args:
+            fn: the function.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            env: environment variables of the ranks.
+        """
+
+    @abc.abstractmethod
+    def num_processes(self) -> int:
+        """The number of ranks."""
+
+
+class SparkBackend(Backend):
+    """Ranks that tasks of Spark start, by :func:`polyhvd.spark.run`.
+
+    Args:
+        num_proc: number of ranks; None: the slots of the cluster.
+        env: environment variables of the ranks.
+        options: other arguments of :func:`polyhvd.spark.run`, such as ``start_timeout``.
+
+    Example::
+
+        SparkBackend(num_proc=4, start_timeout=60).run(train)
+    """
+
+    def __init__(
+        self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
+        self._num_proc, self._env, self._options = num_proc, dict(env or {}), options
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """As of :class:`Backend`; raises what :func:`polyhvd.spark.run` does."""
+        variables = {**self._env, **(env or {})}
+        return run(fn, args, kwargs, num_proc=self._num_proc, env=variables, **self._options)
+
+    def num_processes(self) -> int:
+        """As of :class:`Backend`; 0: it is not known."""
+        return (find().slots() or 0) if self._num_proc is None else self._num_proc
+
+
+class LocalBackend(Backend):
+    """Ranks on this host, by :func:`polyhvd.run`.
+
+    Args:
+        num_proc: number of ranks.
+    """
+
+    def __init__(self, num_proc: int = 1) -> None:
+        self._num_proc = num_proc
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """As of :class:`Backend`; raises what :func:`polyhvd.run` does."""
+        return run_here(fn, args, kwargs, num_proc=self._num_proc, env=env)
+
+    def num_processes(self) -> int:
+        """As of :class:`Backend`."""
+        return self._num_proc

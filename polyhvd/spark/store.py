@@ -1,0 +1,348 @@
+"""Where the data, checkpoints and logs of training on Spark lie: a folder of any file system of fsspec."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import posixpath
+import uuid
+from typing import Any
+
+from polyhvd.errors import DataError
+
+__all__ = ["DBFSLocalStore", "FilesystemStore", "HDFSStore", "LocalStore", "Store"]
+
+#: File systems that show a file when it is whole.
+_WHOLE = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"))
+_HDFS = ("hdfs://", "webhdfs://", "viewfs://")
+
+
+class Store(abc.ABC):
+    """The places of the data and of the results of training; the methods are Horovod's.
+
+    Example::
+
+        store = polyhvd.spark.Store.create("s3://bucket/experiments")
+        store.write(store.get_checkpoint_path("run-1"), data)
+    """
+
+    @staticmethod
+    def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
+        """Make the store that a prefix calls for.
+
+        Args:
+            prefix_path: a folder; ``dbfs:/`` and ``/dbfs/`` are Databricks', ``hdfs://`` is Hadoop's, and
+                others are those of fsspec, or local ones.
+            args: further positional arguments of the class.
+            kwargs: further keyword arguments of the class.
+
+        Raises:
+            DataError: the file system cannot be opened.
+        """
+        if DBFSLocalStore.matches(prefix_path):
+            return DBFSLocalStore(prefix_path, *args, **kwargs)
+        if prefix_path.startswith(_HDFS):
+            return HDFSStore(prefix_path, *args, **kwargs)
+        return FilesystemStore(prefix_path, *args, **kwargs)
+
+    @abc.abstractmethod
+    def get_train_data_path(self, idx: int | None = None) -> str:
+        """The folder of the training data; with ``idx``, that of a data set of several."""
+
+    @abc.abstractmethod
+    def get_val_data_path(self, idx: int | None = None) -> str:
+        """The same of the validation data."""
+
+    @abc.abstractmethod
+    def get_test_data_path(self, idx: int | None = None) -> str:
+        """The same of the test data."""
+
+    @abc.abstractmethod
+    def saving_runs(self) -> bool:
+        """Whether checkpoints and logs of runs are kept."""
+
+    @abc.abstractmethod
+    def get_runs_path(self) -> str:
+        """The folder of all runs."""
+
+    @abc.abstractmethod
+    def get_run_path(self, run_id: str) -> str:
+        """The folder of a run."""
+
+    @abc.abstractmethod
+    def get_checkpoint_path(self, run_id: str) -> str | None:
+        """The file of a run's checkpoint; None: runs are not kept."""
+
+    @abc.abstractmethod
+    def get_logs_path(self, run_id: str) -> str | None:
+        """The folder of a run's logs; None: runs are not kept."""
+
+    @abc.abstractmethod
+    def get_checkpoint_filename(self) -> str:
+        """The name of a run's checkpoint in its folder."""
+
+    @abc.abstractmethod
+    def get_logs_subdir(self) -> str:
+        """The name of a run's logs in its folder."""
+
+    @abc.abstractmethod
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or folder."""
+
+    @abc.abstractmethod
+    def read(self, path: str) -> bytes:
+        """The bytes of a file.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+
+    @abc.abstractmethod
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file, which others see whole or not at all.
+
+        Raises:
+            DataError: it cannot be written; the former content is left.
+        """
+
+    def write_text(self, path: str, text: str) -> None:
+        """The same of a text, in UTF-8."""
+        self.write(path, text.encode())
+
+    @abc.abstractmethod
+    def is_parquet_dataset(self, path: str) -> bool:
+        """Whether a path is a file of Parquet, or a folder that has such."""
+
+    @abc.abstractmethod
+    def get_parquet_dataset(self, path: str) -> Any:
+        """The ``pyarrow.parquet.ParquetDataset`` of a path.
+
+        Raises:
+            DataError: it is none.
+        """
+
+
+class FilesystemStore(Store):
+    """A store in a file system of fsspec.
+
+    Args:
+        prefix_path: the folder that has all others, as a URL or a local path.
+        train_path: in place of ``prefix/intermediate_train_data``.
+        val_path: in place of ``prefix/intermediate_val_data``.
+        test_path: in place of ``prefix/intermediate_test_data``.
+        runs_path: in place of ``prefix/runs``.
+        save_runs: whether checkpoints and logs are kept.
+        storage_options: of the file system, for fsspec.
+
+    Raises:
+        DataError: the file system cannot be opened.
+    """
+
+    def __init__(
+        self,
+        prefix_path: str,
+        train_path: str | None = None,
+        val_path: str | None = None,
+        test_path: str | None = None,
+        runs_path: str | None = None,
+        save_runs: bool = True,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        try:
+            from fsspec.core import url_to_fs
+
+            self._filesystem, _ = url_to_fs(prefix_path, **(storage_options or {}))
+        except Exception as error:  # of packages that are missing, and of their options
+            raise DataError(f"the file system of {prefix_path!r} cannot be opened: {error}") from error
+        self.prefix_path = prefix_path
+        self._save_runs = save_runs
+        self._train_path = train_path or self._below("intermediate_train_data")
+        self._val_path = val_path or self._below("intermediate_val_data")
+        self._test_path = test_path or self._below("intermediate_test_data")
+        self._runs_path = runs_path or self._below("runs")
+
+    @property
+    def fs(self) -> Any:
+        """The file system, of fsspec."""
+        return self._filesystem
+
+    def _below(self, name: str) -> str:
+        return posixpath.join(self.prefix_path, name)
+
+    def get_train_data_path(self, idx: int | None = None) -> str:
+        """As of :class:`Store`."""
+        return _numbered(self._train_path, idx)
+
+    def get_val_data_path(self, idx: int | None = None) -> str:
+        """As of :class:`Store`."""
+        return _numbered(self._val_path, idx)
+
+    def get_test_data_path(self, idx: int | None = None) -> str:
+        """As of :class:`Store`."""
+        return _numbered(self._test_path, idx)
+
+    def saving_runs(self) -> bool:
+        """As of :class:`Store`."""
+        return self._save_runs
+
+    def get_runs_path(self) -> str:
+        """As of :class:`Store`."""
+        return self._runs_path
+
+    def get_run_path(self, run_id: str) -> str:
+        """As of :class:`Store`."""
+        return posixpath.join(self._runs_path, run_id)
+
+    def get_checkpoint_path(self, run_id: str) -> str | None:
+        """As of :class:`Store`."""
+        return self._of_run(run_id, self.get_checkpoint_filename())
+
+    def get_logs_path(self, run_id: str) -> str | None:
+        """As of :class:`Store`."""
+        return self._of_run(run_id, self.get_logs_subdir())
+
+    def _of_run(self, run_id: str, name: str) -> str | None:
+        return posixpath.join(self.get_run_path(run_id), name) if self._save_runs else None
+
+    def get_checkpoint_filename(self) -> str:
+        """As of :class:`Store`."""
+        return "checkpoint"
+
+    def get_logs_subdir(self) -> str:
+        """As of :class:`Store`."""
+        return "logs"
+
+    def exists(self, path: str) -> bool:
+        """As of :class:`Store`."""
+        self._filesystem.invalidate_cache()
+        return bool(self._filesystem.exists(path))
+
+    def read(self, path: str) -> bytes:
+        """As of :class:`Store`."""
+        self._filesystem.invalidate_cache()
+        try:
+            return bytes(self._filesystem.cat_file(path))
+        except Exception as error:  # of file systems
+            raise DataError(f"{path!r} cannot be read: {_in_a_line(error)}") from error
+
+    def write(self, path: str, data: bytes) -> None:
+        """As of :class:`Store`."""
+        folder, name = posixpath.split(path)
+        protocol = self._filesystem.protocol
+        kinds = {protocol} if isinstance(protocol, str) else set(protocol)
+        written = path if kinds & _WHOLE else posixpath.join(folder, f".{name}.{uuid.uuid4().hex}")
+        try:
+            try:
+                self._filesystem.makedirs(folder, exist_ok=True)
+                self._filesystem.pipe_file(written, data)
+                if "file" in kinds:
+                    local = self._filesystem._strip_protocol
+                    os.replace(local(written), local(path))
+                elif written != path:
+                    if self._filesystem.exists(path):
+                        self._filesystem.rm_file(path)  # Hadoop's does not replace it
+                    self._filesystem.mv(written, path)
+            except BaseException:
+                if written != path:
+                    with contextlib.suppress(Exception):
+                        self._filesystem.rm_file(written)
+                raise
+        except Exception as error:  # of file systems
+            raise DataError(f"{path!r} cannot be written: {_in_a_line(error)}") from error
+
+    def is_parquet_dataset(self, path: str) -> bool:
+        """As of :class:`Store`."""
+        try:
+            return bool(self.get_parquet_dataset(path).files)
+        except DataError:
+            return False
+
+    def get_parquet_dataset(self, path: str) -> Any:
+        """As of :class:`Store`."""
+        import pyarrow.parquet as pq
+
+        self._filesystem.invalidate_cache()
+        try:
+            found = pq.ParquetDataset(self._filesystem._strip_protocol(path), filesystem=self._filesystem)
+            _ = found.schema
+            return found
+        except Exception as error:  # of file systems and of pyarrow
+            raise DataError(f"{path!r} is no data set of Parquet: {_in_a_line(error)}") from error
+
+
+class LocalStore(FilesystemStore):
+    """A store in a folder that all executors see under the same path, such as one of NFS."""
+
+
+class HDFSStore(FilesystemStore):
+    """A store in Hadoop's file system.
+
+    Args:
+        prefix_path: a URL ``hdfs://host:port/path``, or a path with ``host``.
+        host: of the name node; None: that of the URL, or of Hadoop's configuration.
+        port: likewise.
+        user: by whose name to read and write; None: this process's.
+        kerb_ticket: the path of the ticket cache of Kerberos.
+        driver: has no effect: pyarrow has one.
+        extra_conf: of Hadoop.
+        options: the other arguments of :class:`FilesystemStore`.
+
+    Raises:
+        DataError: the file system cannot be opened, such as without libhdfs.
+    """
+
+    def __init__(
+        self,
+        prefix_path: str,
+        host: str | None = None,
+        port: int | None = None,
+        user: str | None = None,
+        kerb_ticket: str | None = None,
+        driver: str = "libhdfs",
+        extra_conf: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        url = prefix_path if "://" in prefix_path else f"hdfs://{prefix_path}"
+        given: dict[str, Any] = {"host": host, "port": port, "user": user}
+        given.update(kerb_ticket=kerb_ticket, extra_conf=extra_conf)
+        chosen = {name: value for name, value in given.items() if value is not None}
+        storage = {**chosen, **(options.pop("storage_options", None) or {})}
+        super().__init__(url, storage_options=storage, **options)
+
+
+class DBFSLocalStore(FilesystemStore):
+    """A store in Databricks' file system, by its local folder ``/dbfs``.
+
+    Args:
+        prefix_path: ``dbfs:/path``, ``/dbfs/path`` or ``file:///dbfs/path``.
+        options: the other arguments of :class:`FilesystemStore`.
+    """
+
+    def __init__(self, prefix_path: str, *args: Any, **options: Any) -> None:
+        super().__init__(self.normalize_path(prefix_path), *args, **options)
+
+    @staticmethod
+    def matches(path: str) -> bool:
+        """Whether a path is one of Databricks' file system."""
+        return path.startswith(("dbfs:/", "/dbfs/", "file:///dbfs/"))
+
+    @staticmethod
+    def normalize_path(path: str) -> str:
+        """The local path.
+
+        Example::
+
+            DBFSLocalStore.normalize_path("dbfs:/tmp/x")  # "/dbfs/tmp/x"
+        """
+        if path.startswith("dbfs:/"):
+            return "/dbfs/" + path.removeprefix("dbfs:").lstrip("/")
+        return path.removeprefix("file://")
+
+
+def _numbered(path: str, idx: int | None) -> str:
+    return path if idx is None else f"{path}.{idx}"
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
