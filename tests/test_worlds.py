@@ -21,7 +21,7 @@ from polyhvd.launch.providers.local import meet_as
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
 from polyhvd.runtime import current
-from polyhvd.runtime.placement import Placement, placements
+from polyhvd.runtime.placement import Placement, by_host, placements, visible_gpus
 from polyhvd.runtime.world import World
 
 SETTINGS = Settings(start_timeout_s=20.0)
@@ -235,6 +235,15 @@ def test_places_follow_from_hosts() -> None:
     assert [p.host for p in places] == ["a", "b", "a", "c", "b", "a"]
     assert [(p.local_rank, p.local_size) for p in places] == [(0, 3), (0, 2), (1, 3), (0, 1), (1, 2), (2, 3)]
     assert [(p.cross_rank, p.cross_size) for p in places] == [(0, 3), (1, 3), (0, 2), (2, 3), (1, 2), (0, 1)]
+
+
+def test_processes_of_a_host_become_consecutive_ranks_which_see_its_gpus_in_their_order() -> None:
+    hosts = ["b", "a", "b", "c", "a"]
+    order = by_host(hosts)
+    assert order == [0, 2, 1, 4, 3]
+    gpus = [["7"], ["1", "0"], ["2"], [], ["0"]]
+    ranked = [gpus[number] for number in order], [hosts[number] for number in order]
+    assert [visible_gpus(*ranked, host) for host in "abc"] == [["1", "0"], ["7", "2"], []]
 
 
 @pytest.mark.parametrize(("changes", "named"), [({"rank": 1}, "RANK=1"), ({"local_rank": 2}, "LOCAL_RANK=2")])
