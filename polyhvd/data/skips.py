@@ -10,18 +10,19 @@ _LOG = logging.getLogger("polyhvd")
 
 
 class Skips:
-    """Reports each file once. Thread-safe; two threads may report a file at the same time."""
+    """Reports each file once. Thread-safe."""
 
     def __init__(self) -> None:
-        self._reported: set[str] = set()
+        #: By file, what was given first. setdefault() is atomic, and a lock could not be copied.
+        self._reported: dict[str, object] = {}
 
     def report(self, file: str, reason: object) -> None:
         """Log why rows of a file are left out, unless something of this file was reported before.
 
         Args:
             file: its path.
-            reason: the first error; its text names the file.
+            reason: the error that was found first; its text names the file.
         """
-        if file not in self._reported:
-            self._reported.add(file)
+        own = object()
+        if self._reported.setdefault(file, own) is own:
             _LOG.warning("data: left out, since on_error='skip': %s", reason)

@@ -103,7 +103,8 @@ class Store(abc.ABC):
         """Write a file, which others see whole or not at all.
 
         Raises:
-            DataError: it cannot be written; the former content is left.
+            DataError: it cannot be written. The former content is left, except on file systems that cannot
+                replace a file, such as Hadoop's, where it is removed first.
         """
 
     def write_text(self, path: str, text: str) -> None:

@@ -109,17 +109,15 @@ def test_row_of_weight_0_is_as_in_the_file_whatever_transform_has_made_of_it_bef
     assert [batch["n"].tolist() for batch in batches] == [[1e200]] * 4
 
 
-def test_each_file_is_reported_once_with_its_first_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    written(tmp_path / "a.parquet", bad=(1, 2), null=(9,))
+def test_each_file_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(tmp_path / "a.parquet", bad=(1, 2))
     written(tmp_path / "b.parquet", damaged=True)
     written(tmp_path / "c.parquet")
     loader = loader_of(tmp_path, shuffle=False)
     with caplog.at_level(logging.WARNING, "polyhvd"):
         for _ in range(2):
             list(loader)
-    first, second = caplog.messages
+    first, second = sorted(caplog.messages)  # row groups are read in parallel
     assert first.startswith("data: left out, since on_error='skip': ")
     assert "a.parquet: row group 0, row 1, column 'data': LookupError('it is bad')" in first
     assert "b.parquet: row group 1, column 'data' cannot be read: " in second
