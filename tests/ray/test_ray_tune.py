@@ -152,6 +152,13 @@ test_ray_tune.search(
 """
 
 
+def knows_a_checkpoint(storage: Path) -> bool:
+    """Whether the state of a search is newer than the second checkpoint, so that it has the first one."""
+    checkpoints = sorted(path.stat().st_mtime for path in storage.glob("*/checkpoint_*"))
+    states = [path.stat().st_mtime for path in storage.glob("experiment_state-*.json")]
+    return len(checkpoints) >= 2 and max(states, default=0.0) > checkpoints[1]
+
+
 def test_an_interrupted_search_goes_on_from_the_checkpoints_of_its_trials(
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +168,7 @@ def test_an_interrupted_search_goes_on_from_the_checkpoints_of_its_trials(
     words = [sys.executable, "-c", DRIVER, cluster, str(Path(__file__).parent), str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as driver:
         try:
-            wait_until(lambda: len(list(storage.glob("*/checkpoint_*"))) >= 2, BUSY_S)
+            wait_until(lambda: knows_a_checkpoint(storage), BUSY_S)
         finally:
             driver.send_signal(signal.SIGKILL)
     processes = [int(path.name.rpartition("-")[2]) for path in started.iterdir()]
