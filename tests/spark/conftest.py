@@ -16,6 +16,7 @@ from polyhvd.installed import is_installed
 collect_ignore_glob = [] if is_installed("pyspark") else ["test_*.py"]
 
 START_S = 300.0  # what takes ten seconds on an idle machine
+END_S = 60.0
 #: Names a GPU for each worker that asks: 3 for the first, and 5 for the second.
 DISCOVERY = """#!/bin/sh
 for number in 3 5; do mkdir "$0.$number" 2>/dev/null && break; done
@@ -60,3 +61,15 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         time.sleep(0.1)
     yield made
     made.stop()
+    end_jvm()
+
+
+def end_jvm() -> None:
+    """End the JVM of this process, since sessions of other tests would have the settings of this one."""
+    from pyspark import SparkContext
+
+    gateway = SparkContext._gateway
+    gateway.shutdown()
+    gateway.proc.stdin.close()  # with which the JVM ends
+    gateway.proc.wait(END_S)
+    SparkContext._gateway = SparkContext._jvm = None
