@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["Cluster", "find"]
 
 _TASKS_MAX = 10_000  # of one stage, to look at
+_FLUSH_S = 2.0  # from a heartbeat to what the status store has
 
 
 class Cluster(abc.ABC):
@@ -21,6 +22,9 @@ class Cluster(abc.ABC):
     Args:
         session: of PySpark.
     """
+
+    #: Seconds until :meth:`has_begun` and :meth:`described` know of a task that has started.
+    lag_s = 0.0
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -57,6 +61,9 @@ class ClassicCluster(Cluster):
         super().__init__(session)
         self._context = session.sparkContext
         self._scala = self._context._jsc.sc()
+        # Spark's status store drops an event that follows another one within 0.1 s until the next heartbeat.
+        heartbeat_ms = self._scala.conf().getTimeAsMs("spark.executor.heartbeatInterval", "10s")
+        self.lag_s = heartbeat_ms / 1e3 + _FLUSH_S
 
     def slots(self) -> int:
         """The slots of the executors that have registered."""

@@ -51,7 +51,8 @@ def run(
         args: its positional arguments.
         kwargs: its keyword arguments.
         num_proc: number of ranks; None: as many as tasks can run at once now, by their CPUs and GPUs.
-        start_timeout: seconds for all tasks to start; None: 600.
+        start_timeout: seconds for all tasks to start; None: 600. Spark reports tasks up to 12 seconds late,
+            so the error may come so much later.
         use_mpi: has no effect, and neither have ``use_gloo`` and ``extra_mpi_args``: no MPI is needed.
         env: environment variables of the ranks, on top of those of the executors.
         stdout: to which the last MiB that each rank has printed is written when the job has ended; None: it
@@ -161,11 +162,12 @@ class _Job:
 
     def _watch(self) -> None:
         """Cancel the job if its tasks do not start in time, or if one is lost; this ends the others."""
+        late = self._deadline + self._cluster.lag_s
         try:
             while not self._has_ended.wait(_LOOK_S):
                 if lost := self._cluster.lost(self._tag):
                     self._verdict = RuntimeError(f"polyhvd.spark.run(): {lost}")
-                elif time.monotonic() > self._deadline and not self._cluster.has_begun(self._tag):
+                elif time.monotonic() > late and not self._cluster.has_begun(self._tag):
                     self._verdict = self._late()
                 if self._verdict is not None:
                     return self._cluster.cancel(self._tag)

@@ -31,6 +31,7 @@ def settings(folder: Path) -> dict[str, str]:
     script.chmod(0o755)
     return {
         "spark.driver.host": "127.0.0.1",
+        "spark.executor.heartbeatInterval": "2s",
         "spark.executor.memory": "512m",
         "spark.executor.resource.gpu.amount": "1",
         "spark.sql.shuffle.partitions": "1",

@@ -171,6 +171,10 @@ def test_slots_that_stay_busy_are_an_error_after_the_timeout(session: Any) -> No
         assert job.exception(BUSY_S) is not None
 
 
+def test_a_job_that_has_begun_may_take_longer_than_the_timeout() -> None:
+    assert polyhvd.spark.run(lambda: time.sleep(9), start_timeout=2) == [None, None]
+
+
 def test_a_backend_runs_on_its_number_of_ranks() -> None:
     backend = polyhvd.spark.SparkBackend(num_proc=1, env={"MINE": "1", "OTHER": "2"}, start_timeout=60)
     assert backend.num_processes() == 1
