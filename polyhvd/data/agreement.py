@@ -50,7 +50,7 @@ class Agreement:
 
     Args:
         what: the name of the loader's class.
-        describe: returns what has to be the same on all ranks.
+        describe: returns the properties that must be equal on all ranks.
     """
 
     def __init__(self, what: str, describe: Callable[[], Description]) -> None:

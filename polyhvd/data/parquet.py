@@ -204,7 +204,7 @@ class FileLoader(Loader):
             self._agreement = Agreement(type(self).__name__, self._described)
 
     def _described(self) -> Description:
-        """What has to be the same on all ranks."""
+        """The files, columns and arguments, which must be equal on all ranks."""
         order = self._order
         arguments = {
             "seed": order.seed,

@@ -110,7 +110,7 @@ class Workers:
 
 
 class Task:
-    """What a process works on. Results of a process have to be asked for in the order of the tasks."""
+    """A batch that a process makes. Ask for the results of a process in the order of its tasks."""
 
     def __init__(self, workers: Workers, worker: _Worker, number: int) -> None:
         self._workers = workers

@@ -96,7 +96,7 @@ def DistributedTrainableCreator(
 
 @dataclass(frozen=True)
 class _Trial:
-    """What a rank knows of its trial.
+    """The facts about its trial that a rank needs.
 
     Args:
         endpoint: at which the trial's process takes reports.

@@ -1,4 +1,4 @@
-"""What runs the function of an estimator on ranks: tasks of Spark, or processes of this host."""
+"""Backends run the function of an estimator on ranks: as tasks of Spark, or as processes of this host."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _results(rows: _Rows, size: int) -> list[Any]:
-    """The results of all ranks, or raise what has failed."""
+    """The results of all ranks; raises the error of a rank that has failed."""
     for (kind, _), data in rows.items():
         if kind == Kind.REFUSED:
             raise RuntimeError(f"polyhvd.spark.run(): {data.decode()}")

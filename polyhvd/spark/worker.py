@@ -1,4 +1,4 @@
-"""What runs in Spark's tasks: they meet, and each starts a process that is its rank.
+"""The tasks of Spark: they meet, and each starts a process that is its rank.
 
 A process in place of Spark's Python worker, since Spark reuses that one: what a rank has in memory and in
 its environment ends with it. The process ends with the worker, and the worker ends when its parent does. No
@@ -43,7 +43,7 @@ _OUTPUT_BYTES_MAX = 1 << 20
 
 
 class Kind:
-    """What a row is."""
+    """Kinds of rows that tasks yield."""
 
     RESULT = "result"
     ERROR = "error"  # a pickled exception

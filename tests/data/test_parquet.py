@@ -538,7 +538,7 @@ def test_folder_that_cannot_be_listed_is_an_error_unless_it_is_left_out(
         loader_of(tmp_path)
 
 
-#: Prints the rows of each source, or the error, as a user who may not read all folders.
+#: Prints the rows of each source, or the error, as a user without permission to read all folders.
 AS_NOBODY = """
 import os, sys
 import fsspec

@@ -132,8 +132,8 @@ def kill_and_replace(membership: Membership, exit_kind: ExitKind, *, progressed:
             actions += membership.time_is(due)
             now = due
         waits.append(now - 4.0 * generation)
-        (newcomer,) = started(actions)
-        (world,) = formed(membership.request(newcomer, 0, now))
+        (new_member,) = started(actions)
+        (world,) = formed(membership.request(new_member, 0, now))
     return waits
 
 
@@ -158,10 +158,10 @@ def test_slot_of_a_killed_rank_is_free_once_a_survivor_says_that_the_world_got_o
     membership = running(Limits(2, 1, 2), {"a": 2})
     membership.ended(1, ExitKind.KILLED, 10.0)
     ask_all(membership, (0,), 1, 10.0)
-    (newcomer,) = started(membership.time_is(11.0))
-    assert membership.request(newcomer, 0, 12.0) == [Notify(2)]
-    assert formed(ask_all(membership, (0,), 2, 12.0)) == [(0, newcomer)]
-    membership.ended(newcomer, ExitKind.KILLED, 20.0)
+    (new_member,) = started(membership.time_is(11.0))
+    assert membership.request(new_member, 0, 12.0) == [Notify(2)]
+    assert formed(ask_all(membership, (0,), 2, 12.0)) == [(0, new_member)]
+    membership.ended(new_member, ExitKind.KILLED, 20.0)
     assert membership.next_at(20.0) == 21.0, "the second failure, for all that is known"
     membership.request(0, 3, 20.0, connected=True, progressed=True)
     assert membership.next_at(20.0) == 20.5, "others have the machine to themselves until then"
@@ -364,11 +364,11 @@ def test_world_that_was_never_whole_does_not_count() -> None:
     membership.ended(2, ExitKind.LOST, 1.0)
     membership.request(0, 1, 1.0, connected=True)
     membership.request(1, 1, 1.0, connected=True)
-    (newcomer,) = started(membership.time_is(2.0))
-    membership.request(newcomer, 0, 200.0)
+    (new_member,) = started(membership.time_is(2.0))
+    membership.request(new_member, 0, 200.0)
     membership.request(0, 2, 200.0, connected=True, progressed=True)
-    assert formed(membership.request(1, 2, 200.0)) == [(0, 1, newcomer)]
-    assert membership.ended(newcomer, ExitKind.LOST, 201.0)[0] == Lose(3, newcomer)  # while it joins
+    assert formed(membership.request(1, 2, 200.0)) == [(0, 1, new_member)]
+    assert membership.ended(new_member, ExitKind.LOST, 201.0)[0] == Lose(3, new_member)  # while it joins
     membership.request(0, 3, 301.0)
     assert formed(membership.request(1, 3, 301.0)) == [(0, 1)]
 
@@ -426,8 +426,8 @@ def test_nobody_goes_on_for_survivors_who_are_lost_as_well() -> None:
         membership.request(number, 0, 0.0)
     assert membership.request(0, 1, 10.0, progressed=True, dead=[1]) == []
     assert formed(membership.ended(0, ExitKind.KILLED, 10.1)) == []
-    assert formed(membership.ended(2, ExitKind.KILLED, 10.1)) == [], "nobody is left who has seen it"
-    assert formed(membership.ended(1, ExitKind.KILLED, 10.1)) == [(3,)], "the spare begins anew"
+    assert formed(membership.ended(2, ExitKind.KILLED, 10.1)) == [], "no member that was in the world is left"
+    assert formed(membership.ended(1, ExitKind.KILLED, 10.1)) == [(3,)], "the spare starts from the beginning"
 
 
 def test_member_that_others_took_for_dead_is_dismissed_if_they_have_gone_on() -> None:

@@ -19,7 +19,7 @@ from polyhvd.testing.stand_ins import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = {"mxnet": "mxnet", "pytorch": "torch", "lightning": "torch", "tensorflow": "tensorflow"}
-#: Those that are killed, move a model, read files or need Ray have tests of their own. One framework's follow
+#: Those that are killed, move a model, read files or need Ray have separate tests. One framework's follow
 #: each other, since its fork servers may end when others are needed.
 EXAMPLES = sorted(
     (

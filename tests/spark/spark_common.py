@@ -1,4 +1,4 @@
-"""What tests of Spark share: functions of ranks, and a look at their processes."""
+"""Functions of ranks that tests of Spark share, and functions that find their processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a run when its driver is killed. The driver is a program of its own."""
+"""No process of a run is left when its driver is killed. The driver is a separate program."""
 
 from __future__ import annotations
 
