@@ -35,7 +35,9 @@ _OWN = (str(Path(__file__).parents[1]) + os.sep, str(Path(__file__).parents[2] /
 Description = Mapping[str, Mapping[str, str]]
 
 _lock = threading.Lock()
-#: How many loaders of the same callers have begun to load in a world.
+#: How many loaders of the same callers this process has made.
+_made: Counter[str] = Counter()
+#: How often each of them, or a copy of it, has begun to load in a world.
 _begun: weakref.WeakKeyDictionary[World, Counter[str]] = weakref.WeakKeyDictionary()
 
 
@@ -57,7 +59,10 @@ class Agreement:
         self._describe = describe
         callers = _callers()
         self._label = f"{what}({callers[0]})" if callers else what
-        self._key = hashlib.sha256(json.dumps([what, callers]).encode()).hexdigest()[:16]
+        key = hashlib.sha256(json.dumps([what, callers]).encode()).hexdigest()[:16]
+        with _lock:  # numbered here, since a rank may load from one of them before the others do
+            _made[key] += 1
+            self._key = f"{key}.{_made[key]}"
         self._world: weakref.ref[World] | None = None
         self._name = ""
         self._handle: Any = None

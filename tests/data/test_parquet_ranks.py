@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from itertools import chain
 from pathlib import Path
@@ -168,6 +169,19 @@ def test_loaders_of_one_line_are_compared_in_the_order_of_their_loops(tmp_path: 
     for loader in reversed(loaders):
         rows = sum(len(batch.indices) for batch in loader if batch.weight)
         assert hvd.allreduce(np.array(float(rows)), op=hvd.Sum) == loader.state_dict()["rows"]
+
+
+def test_loaders_of_one_line_are_compared_though_rank_0_validates_before_it_trains(tmp_path: Path) -> None:
+    train, val = (
+        ParquetLoader(folder_of_rank(tmp_path / f"{hvd.rank()}.{n}", n), batch_size=1) for n in (1, 2)
+    )
+    for loader in (val, train) if hvd.rank() == 0 else (train,):
+        for number, _ in enumerate(loader):
+            if loader is train:
+                hvd.allreduce(np.ones(1), name=f"step.{number}")
+    hvd.barrier()
+    assert len(list(train)) == len(list(copy.copy(train)))
+    hvd.barrier()
 
 
 def test_loader_with_a_placement_is_not_compared(tmp_path: Path) -> None:
