@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import drivers
 import numpy as np
 from drivers import Driver
+from memory import resident_bytes
 
 __all__ = [
     "dropped_handles",
@@ -177,8 +177,7 @@ def objects_without_memory(name: str) -> int:
             hvd.broadcast_object(call % 300)
             hvd.allgather_object(call % 300)
         hvd.barrier()
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return 1024 * int(fields["VmRSS"].split()[0])
+        return resident_bytes()
 
     before = resident(500)
     return resident(5000) - before

@@ -11,6 +11,7 @@ import numpy as np
 import polyhvd.tensorflow as hvd
 import pytest
 import tensorflow as tf
+from memory import resident_bytes
 from tensorflow_common import data, raises
 
 import polyhvd
@@ -553,21 +554,17 @@ def test_memory_does_not_grow() -> None:
         parts = [hvd.allreduce(x + float(i), name=f"leak.{i}") for i in range(5)]
         return tf.add_n(hvd.grouped_allreduce(parts)) + tf.reduce_sum(hvd.allgather(x))
 
-    def resident_kb() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4
-
     x = tf.ones([4096])
     for _ in range(100):
         step(x)
         recorded(lambda: hvd.allreduce(x))()
         hvd.allreduce(x)
-    before = resident_kb()
+    before = resident_bytes()
     for _ in range(300):
         step(x)
         recorded(lambda: hvd.allreduce(x))()
         hvd.allreduce(x)
-    assert resident_kb() - before < 8 * 1024
+    assert resident_bytes() - before < 8 << 20
 
 
 def test_pending_operations_fail_at_shutdown_and_a_new_engine_works() -> None:
