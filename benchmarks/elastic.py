@@ -37,7 +37,7 @@ class Losses:
 
     errors: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)  #: until the last rank begins its first new step
-    pauses: list[float] = field(default_factory=list)  #: of the others, for each newcomer
+    pauses: list[float] = field(default_factory=list)  #: of the others, for each new process
 
 
 def losses_of(events: Sequence[Event], ranks_after: int) -> Losses:
@@ -210,7 +210,7 @@ def main(folder: Path, *, quick: bool = False, parts: Sequence[str] = PARTS) -> 
         add(f"{framework}: from there to the first new step, a spare", with_spare.steps)
         shrunk = job(framework, 102, kills, spare=False)
         add(f"{framework}: the same without a spare", shrunk.steps)
-        add(f"{framework}: pause of the others for a newcomer", shrunk.pauses)
+        add(f"{framework}: pause of the others for a new process", shrunk.pauses)
         left = leaves(framework, 102, kills)
         add(f"{framework}: pause of the others when one leaves with notice", left)
     for name, values in commits(kills).items() if "own" in parts else ():

@@ -83,7 +83,7 @@ class Cluster:
         else:
             return self._cut(world, moment)
         loss = self.log.after(world, moment)
-        if kind == "notice":  # it is used again when it has been listed anew
+        if kind == "notice":  # it is used again when it has been listed again
             self.are(0, 2)
             self._is_heard()
             self.are(*range(HOSTS))

@@ -1,7 +1,7 @@
 """A rank of another's elastic job that is measured: as :mod:`benchmarks.elastic_hosts_rank`, by its means.
 
 ``python -m benchmarks.elastic_peer_rank PEER MB FOLDER``. For torchrun and Ray Train rank 0 keeps the model
-in FOLDER, which is to be in memory, and all that are started anew read it there; Horovod keeps a state.
+in FOLDER, which is to be in memory, and all restarted ranks read it there; Horovod keeps a state.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _python_of(name: str) -> str:
 def torchrun(among: Hosts | None, folder: Path) -> Iterator[Log]:
     """One agent for all ranks, or one on each host, the first of which has the rendezvous.
 
-    Ranks that are started anew must not share a store with those before them, as they do by default: they
+    Restarted ranks must not share a store with those before them, as they do by default: they
     would find the addresses of those, and fail some ten times.
     """
     if subprocess.run([sys.executable, "-c", "import torch"], capture_output=True).returncode:
@@ -130,7 +130,7 @@ def _shim_ssh(folder: Path) -> None:
 PEERS = (
     Peer("torchrun --max-restarts, gloo", torchrun, False, "it restarts every process"),
     Peer("torchrun --max-restarts, gloo", torchrun, True, "it restarts every process, on all hosts"),
-    Peer("Ray Train, gloo", ray_train, False, "it ends all workers and starts as many anew"),
+    Peer("Ray Train, gloo", ray_train, False, "it ends all workers and starts as many again"),
     Peer("Horovod elastic, gloo", horovod, True, "survivors go on; its host is not used for a while"),
     Peer("Horovod elastic, gloo", horovod, False, "the one host that it has is not used any more"),
 )

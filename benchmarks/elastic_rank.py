@@ -66,7 +66,7 @@ def elements(megabytes: int) -> list[int]:
 
 
 def beginning() -> float:
-    """What a process's weights are at first: others than those of the rest, as a newcomer's are."""
+    """The first weights of a process: different from those of the others, as a new process's are."""
     return 1 / os.getpid()
 
 
@@ -235,7 +235,7 @@ def kill(hvd: Any, events: Events, number: int) -> Callable[[Any, float], float]
             events.note("kill")
             os.kill(os.getpid(), signal.SIGKILL)
         there_since = None
-        return time.monotonic()  # nobody leaves before this kill has been dealt with
+        return time.monotonic()  # no rank leaves before this kill has been handled
 
     return strike
 

@@ -21,7 +21,7 @@ from typing import IO, Protocol
 from benchmarks.peers import ENTRIES, MPICH_LIBRARY
 
 ROOT = Path(__file__).resolve().parents[1]
-SECRET = "5e" * 32  # of jobs in namespaces that nobody else can enter
+SECRET = "5e" * 32  # of jobs in namespaces that no other user can enter
 
 #: Serves a rendezvous on argv[1] until standard input ends.
 RENDEZVOUS = """
@@ -113,7 +113,7 @@ def free_port() -> int:
 
 
 def _end_with_parent() -> None:
-    """In a child before exec: a driver that is killed leaves nobody behind."""
+    """In a child before exec: a driver that is killed leaves no process behind."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""What Horovod was built with, as scripts ask for it. They ask which path will serve them, not for a name."""
+"""Horovod's questions about its build, such as ``nccl_built()``, answered by what can serve a script here."""
 
 from __future__ import annotations
 

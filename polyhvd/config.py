@@ -79,7 +79,7 @@ class Ineffective:
 def _number(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 <= (value := float(text)) < float("inf"):
-            return min(value, 1e6)  # as seconds eleven days, much more than which nobody can wait at once
+            return min(value, 1e6)  # as seconds eleven days; longer waits overflow timers
     raise ValueError("must be a finite number that is not negative")
 
 
@@ -548,7 +548,7 @@ _INEFFECTIVE = (
 
 @dataclass(frozen=True)
 class MpiLaunch:
-    """What shows that a launcher of MPI has started this process. MPI alone knows its rank."""
+    """Environment variables of an MPI launcher that has started this process. Only MPI knows its rank."""
 
     launcher: str
     size: int  # 0: unknown

@@ -1,4 +1,4 @@
-"""What polyhvd raises. ``csrc/control/error.h`` has the table of what the core reports, and by which class.
+"""The exceptions of polyhvd. ``csrc/control/error.h`` lists the core's errors, and the class of each.
 
 ::
 

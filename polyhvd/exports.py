@@ -1,4 +1,4 @@
-"""What every adapter offers beside its own operations: ``from polyhvd.exports import *``."""
+"""Names that every adapter has beside its own operations: ``from polyhvd.exports import *``."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _computes_all(precision: str, kinds: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class Parity:
-    """What ``polyhvd parity`` knows of a framework without importing it.
+    """What is known of a framework without importing it, for ``polyhvd parity``.
 
     Args:
         models: what people call its models.

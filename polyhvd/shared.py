@@ -1,4 +1,4 @@
-"""What ``polyhvd`` offers of its parts. Imported when somebody asks for it: a launcher needs none of it."""
+"""Public names of ``polyhvd``. Imported on first use: a launcher needs none of them."""
 
 from __future__ import annotations
 

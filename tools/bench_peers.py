@@ -31,7 +31,7 @@ STANDARD = ("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 20")
 
 
 def environment(name: str) -> Path:
-    """A virtual environment that sees the suite's packages, made anew; returns its interpreter."""
+    """Make a virtual environment that sees the suite's packages; return its interpreter."""
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
     run(sys.executable, "-m", "venv", folder)

@@ -23,8 +23,8 @@ Tag tag_of(MessageKind kind, std::uint32_t number, std::span<const std::byte> re
   return mac.of(std::as_bytes(std::span(words)), reason);
 }
 
-// Half a tag is what a header has room for; a wrong one ends the connection, so that nobody
-// has a second try.
+// Half a tag is what a header has room for; a wrong one ends the connection, so that a
+// sender has one try only.
 std::uint64_t word_of_goodbye(std::uint32_t number, const Mac& mac) noexcept {
   std::uint64_t word;
   std::memcpy(&word, tag_of(MessageKind::kGoodbye, number, {}, mac).data(), sizeof word);

@@ -32,7 +32,7 @@ class Peer(abc.ABC):
         It is called by all ranks, as often by each, one call after the other.
         """
 
-    def close(self) -> None:  # noqa: B027 - most have nobody to take leave of
+    def close(self) -> None:  # noqa: B027 - most have no connection to close
         """Leave the other ranks in good order."""
 
 

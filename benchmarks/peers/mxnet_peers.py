@@ -1,4 +1,4 @@
-"""MXNet: polyhvd with its Gluon trainer, the kvstore dist_sync, and a rank that talks to nobody."""
+"""MXNet: polyhvd with its Gluon trainer, the kvstore dist_sync, and a single rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch: polyhvd, Horovod, torch.distributed on gloo with DDP, and a rank that talks to nobody."""
+"""PyTorch: polyhvd, Horovod, torch.distributed on gloo with DDP, and a single rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the functions of polyhvd.jax do that those of other frameworks do not."""
+"""The functions of polyhvd.jax that differ from those of other frameworks."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Collective:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"{self.kind.name.lower()} {self.name or 'without a name'!r}"
 
     def __repr__(self) -> str:

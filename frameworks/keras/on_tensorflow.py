@@ -1,4 +1,4 @@
-"""What polyhvd.keras is made of, with Keras on TensorFlow."""
+"""The parts of polyhvd.keras with Keras on TensorFlow."""
 
 from __future__ import annotations
 

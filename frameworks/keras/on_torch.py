@@ -1,4 +1,4 @@
-"""What polyhvd.keras is made of, with Keras on PyTorch."""
+"""The parts of polyhvd.keras with Keras on PyTorch."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class _Passes:
 
 
 class _Distributed(Wrapped):
-    """What the wrapped optimizer has before its own class."""
+    """The base class that is put before the wrapped optimizer's own class."""
 
     _polyhvd: GradientReducer[Tensor]
     _polyhvd_drift: DriftCheck

@@ -94,7 +94,7 @@ class LightningState(TorchState):
 
     @property
     def ckpt_path(self) -> str | None:
-        """What ``fit`` is to go on from: the last commit, or None where there was none."""
+        """The state that ``fit`` resumes from: the last commit, or None if there is none."""
         return None if self._rest is None else self._path
 
     def save(self) -> None:
@@ -157,7 +157,7 @@ class LightningState(TorchState):
             broadcast_parameters({str(i): tensor for i, tensor in enumerate(self._tensors)}, root, among)
 
     def _dumped(self) -> dict[str, Any]:
-        """What Lightning writes to files, as a restart after a whole step reads it."""
+        """The checkpoint as Lightning writes it to files, so that a restart resumes after a whole step."""
         checkpoint: dict[str, Any] = self.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if self._sampler is not None:
             # The rest of the epoch counts as an epoch: its loader counts the remaining batches.

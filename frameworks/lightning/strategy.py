@@ -262,7 +262,7 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
     # Checkpoints -------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> Any:
-        """What a file has, or the commit of an elastic job that the path stands for."""
+        """The content of a file, or the commit of an elastic job that the path stands for."""
         kept = elastic.kept_as(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, **kwargs) if kept is None else kept
 

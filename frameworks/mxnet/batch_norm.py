@@ -165,7 +165,7 @@ class _Nothing(mx.autograd.Function):  # type: ignore[misc]
 
 @mx.operator.register(_OPERATOR)
 class _Properties(mx.operator.CustomOpProp):  # type: ignore[misc]
-    """What MXNet has to know of the operator before it runs."""
+    """The properties of the operator that MXNet needs before it runs."""
 
     def __init__(self, **options: str) -> None:
         super().__init__(need_top_grad=True)

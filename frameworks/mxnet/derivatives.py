@@ -167,7 +167,7 @@ def _kept(gradients: Arrays) -> Arrays:
 
 
 class _Node:
-    """What autograd keeps of a collective. MXNet holds a reference from ``record`` to ``_drop``."""
+    """The state of a collective in autograd. MXNet holds a reference from ``record`` to ``_drop``."""
 
     def __init__(self, operation: Operation, shapes: Sequence[Sequence[int]], rows: Sequence[Any]) -> None:
         self._operation = operation

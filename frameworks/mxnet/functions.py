@@ -1,4 +1,4 @@
-"""What the functions of polyhvd.mxnet do that those of other frameworks do not.
+"""The functions of polyhvd.mxnet that differ from those of other frameworks.
 
 Those that return no handle return the results themselves: MXNet's engine makes reads of them wait.
 Results in new arrays are known to autograd; those of in-place forms are not.
@@ -40,7 +40,7 @@ class MxnetFunctions(Functions[NDArray]):
         return mx.nd.array([tensor], dtype=np.float32 if type(tensor) is float else number.dtype)
 
     def finished(self, handle: Handle[R]) -> R:
-        """What an operation writes, before it has."""
+        """The outputs of an operation, before it has written them."""
         if handle.finish is not None:  # the result is made on this thread, in the end
             return self.collectives.synchronize(handle)
         result: R = self.collectives.result(handle)
@@ -159,7 +159,7 @@ class MxnetFunctions(Functions[NDArray]):
         return super().alltoall_async(tensor, _on_host(splits), **arguments)
 
     def join(self) -> int:
-        """What MXNet's engine was given comes first; raises what of it has failed unnoticed."""
+        """Wait for earlier work of MXNet's engine; raises its failures that were not noticed."""
         mx.nd.waitall()
         return super().join()
 

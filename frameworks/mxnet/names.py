@@ -1,4 +1,4 @@
-"""What calls without a name are called. Which of them a call is counts when the program makes it.
+"""Names of calls that were given none. A call's number counts from when the program makes it.
 
 MXNet's engine runs operations as their arrays become ready, which may be in another order on each rank.
 """
@@ -29,7 +29,7 @@ class Unnamed(str):
 
 
 def unnamed(kind: OpKind, process_set: int) -> Unnamed:
-    """What the next call of this kind on the process set is called, if it has no name."""
+    """The name of the next call of this kind on the process set, if it has none."""
     turn = current.world().engine.take_turn(kind, process_set)
     stem = f"{kind.name.lower()}.noname."
     name = Unnamed(f"{stem}{turn - 1}")

@@ -166,7 +166,7 @@ class Handle:
             raise self._error
 
     def failure(self) -> Exception | None:
-        """What the operation has failed with by now, if so, or that it was skipped as another has failed."""
+        """The error of the operation so far, or that it was skipped because another has failed."""
         message = ctypes.c_char_p()
         code = _quick.polyhvd_mxnet_error(self._native, message)
         return _error(code % _SKIPPED, message) if code else None

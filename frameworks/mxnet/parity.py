@@ -338,7 +338,7 @@ def rate_of(optimizer: Any) -> float:
 
 
 def kept_of(optimizer: Any, source: Parameter) -> dict[str, tuple[NDArray, float]]:
-    """What a trainer keeps for a parameter: "momentum" and "second moment", each with a factor.
+    """The state that a trainer keeps for a parameter: "momentum" and "second moment", each with a factor.
 
     The momentum of SGD is returned with its sign changed: Gluon adds it to the weight.
     """
@@ -361,7 +361,7 @@ def kept_of(optimizer: Any, source: Parameter) -> dict[str, tuple[NDArray, float
 
 
 def states_of(optimizer: Any, source: Parameter) -> dict[str, Any]:
-    """What :func:`kept_of` returns, as arrays that have their factors in them."""
+    """The result of :func:`kept_of` as arrays, multiplied by their factors."""
     kept = kept_of(optimizer, source)
     return {
         kind: -to_numpy(array) if factor < 0 else to_numpy(array) for kind, (array, factor) in kept.items()
@@ -369,7 +369,7 @@ def states_of(optimizer: Any, source: Parameter) -> dict[str, Any]:
 
 
 def batch_norm_of(layer: Any) -> tuple[float, bool] | None:
-    """What a block keeps of its running statistics in a step, and that its variance is the batch's own."""
+    """How a block updates its running statistics in a step; its variance is the batch's, uncorrected."""
     if not isinstance(layer, nn.BatchNorm):
         return None
     return float(layer._kwargs["momentum"]), False
@@ -435,7 +435,7 @@ def save_file(model: Block, path: str) -> None:
 
 
 def outputs_of(model: Block, inputs: Sequence[Any]) -> tuple[Any, bool]:
-    """What a model makes of arrays of NumPy, not as in training: an array, or a list of them.
+    """Apply a model to arrays of NumPy, not in training mode; return an array, or a list of them.
 
     Args:
         model: that is run once. What is not initialized gets random values.

@@ -50,7 +50,7 @@ def failures() -> int:
 
 
 def _last_error() -> Exception:
-    """What a call of MXNet's has failed with: of our class, if that is from a collective of ours."""
+    """The error of a call of MXNet; of our class if it comes from one of our collectives."""
     return native.failure_in(_LIB.MXGetLastError()) or _mxnet_error()
 
 

@@ -147,7 +147,7 @@ def _gather(
 
 
 def _failure(handle: Any) -> Exception | None:
-    """What the operation fails with; waits for it."""
+    """The error of the operation; waits for it."""
     try:
         handle.wait()
     except Exception as error:

@@ -165,7 +165,7 @@ def optimizer_of(trainer: Trainer | mx.optimizer.Updater) -> tuple[mx.optimizer.
 
 
 def optimizer_attributes(optimizer: Any) -> dict[str, Any]:
-    """What training changes in an optimizer: its counters, its learning rate and the like."""
+    """The attributes of an optimizer that training changes: its counters, its learning rate and the like."""
     return _attributes(optimizer, {})
 
 

@@ -192,7 +192,7 @@ FUNCTIONS = {"relu": _relu, "tanh": _tanh, "sigmoid": _sigmoid, "gelu": _gelu}
 
 
 class View(Block):
-    """What only moves elements, or adds them up.
+    """Operations that only move elements, or add them up.
 
     Args:
         forward, backward: the latter is given the shape of the input, too.

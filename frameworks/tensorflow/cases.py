@@ -211,11 +211,11 @@ class KerasSession(Session):
         """DistributedGradientTape has done it."""
 
     def gradient_of(self, weight: Weight) -> Any:
-        """What the tape has returned."""
+        """The gradients that the tape has returned."""
         return self._of(weight, self._gradients)
 
     def local_gradient_of(self, weight: Weight) -> Any:
-        """What it has reduced."""
+        """The gradients that it has reduced."""
         return self._of(weight, self._local_gradients)
 
     def _of(self, weight: Weight, gradients: Sequence[Any]) -> Any:

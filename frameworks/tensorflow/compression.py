@@ -19,7 +19,7 @@ Compression = _Compression(adapter)
 
 
 class VariableState(CompressorState):
-    """What a compressor keeps, in variables: they outlive the function that is being traced."""
+    """The state of a compressor, in variables: they outlive the function that is being traced."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ class Batches(batches.Batches):
 
 
 class _Passes:
-    """What a dataset reads, which may be gone through several times, one after the other."""
+    """The rows that a dataset reads, which may be gone through several times, one after the other."""
 
     def __init__(self, batches: Batches, columns: list[Any], steps: int) -> None:
         self._batches = batches

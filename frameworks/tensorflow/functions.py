@@ -1,4 +1,4 @@
-"""What the functions of polyhvd.tensorflow do that those of other frameworks do not, eager and in graphs."""
+"""The functions of polyhvd.tensorflow that differ from those of other frameworks, eager and in graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TensorflowFunctions(Functions[tf.Tensor]):
         return reduction_of(op, average)
 
     def compressor(self, compression: Any, name: str | None) -> Any:
-        """What one with state keeps is in variables."""
+        """The state of a compressor that has one is in variables."""
         if not hasattr(compression, "for_operation"):
             return compression
         if isinstance(compression, KeyedCompressor):

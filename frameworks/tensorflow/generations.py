@@ -49,7 +49,7 @@ _constants = _Constants()
 
 
 def of_call() -> list[tf.Tensor]:
-    """What the collectives that are made here and now have as their input ``generation``."""
+    """The input ``generation`` of collectives that are made here and now."""
     if tf.executing_eagerly():
         return [_constant(current.world().placement.generation)]
     graph = names.graph_of_call()

@@ -18,7 +18,7 @@ __all__ = ["distribute_tape"]
 
 
 class _Mixin:
-    """What the subclass adds to the tape's own class."""
+    """The methods that the subclass adds to the tape's own class."""
 
     _polyhvd: TensorflowReducer
     _polyhvd_compared: set[DriftOp]

@@ -1,4 +1,4 @@
-"""What verbs, optimizers and tapes take, and what they refuse."""
+"""Which gradients verbs, optimizers and tapes take, and which they refuse."""
 
 from __future__ import annotations
 

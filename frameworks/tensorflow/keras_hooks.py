@@ -40,7 +40,7 @@ def _without_xla(supports_jit: Any) -> Any:
 
 
 def _pairs_reduced_first(apply_gradients: Any) -> Any:
-    """What :func:`reduced_first` does, of ``apply_gradients`` in Keras 2."""
+    """:func:`reduced_first` for ``apply_gradients`` in Keras 2."""
 
     @functools.wraps(apply_gradients)
     def reduce_and_apply(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ __all__ = ["distribute"]
 
 
 class _Distributed(Wrapped):
-    """What the optimizers have in common."""
+    """The base class of the optimizers."""
 
     _polyhvd: TensorflowReducer
     _polyhvd_drift: DriftOp

@@ -18,7 +18,7 @@ __all__ = ["TensorflowExchange", "TensorflowReducer", "reference"]
 
 
 def reference(source: Any) -> Any:
-    """What a variable and its wrappers have in common: Keras 3 wraps TensorFlow's variables."""
+    """The same object for a variable and its wrappers: Keras 3 wraps TensorFlow's variables."""
     variable = getattr(source, "value", None)
     if isinstance(variable, (tf.Variable, tf.Tensor)):
         source = variable

@@ -1,4 +1,4 @@
-"""What ``tf.vectorized_map`` makes of a collective: one on the rows of all iterations together.
+"""Collectives in ``tf.vectorized_map``: each becomes one on the rows of all iterations together.
 
 TensorFlow's own fallback, a loop for each collective, would run the loops in an order that differs between
 ranks.

@@ -24,7 +24,7 @@ _numbers = ObjectNumbers()
 
 
 class Steps:
-    """What an optimizer of this kind combines.
+    """The values that an optimizer of this kind combines.
 
     Args:
         options: of the optimizer.
@@ -79,7 +79,7 @@ class Steps:
 
 
 class AdasumOptimizer(torch.optim.Optimizer):
-    """What :func:`polyhvd.torch.DistributedOptimizer` puts before the class of the user's optimizer.
+    """The base class that :func:`polyhvd.torch.DistributedOptimizer` puts before the user's optimizer.
 
     Gradients stay on their rank. Each rank takes its own step; the differences that steps have made are
     combined by Adasum (Maleki et al., "Scaling distributed training with adaptive summation", 2020,

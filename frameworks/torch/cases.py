@@ -215,7 +215,7 @@ class TorchSession(Session):
         self._local[parameter] = self._local[parameter] + gradient if parameter in self._local else gradient
 
     def local_gradient_of(self, weight: Weight) -> Any:
-        """What autograd has made of all parts: the parameter's may be averaged already."""
+        """The gradients of all parts that autograd has computed: the parameter's may be averaged already."""
         local = self._local.get(weight.source)
         return local if local is None else local / self.case.loss_scale
 

@@ -54,7 +54,7 @@ class StateHandler(Handler):
 
 
 def blank(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What ``empty_like`` makes of each on the CPU, but those that are strided side by side."""
+    """Empty tensors on the CPU, as ``empty_like`` makes them; strided ones side by side in one buffer."""
     devices = ["meta" if _is_strided(tensor) else "cpu" for tensor in tensors]
     made = [
         torch.empty_like(tensor, requires_grad=False, device=device)
@@ -193,7 +193,7 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(value: Any) -> Any:
-    """What :func:`_packed` was applied to in nested containers."""
+    """The inverse of :func:`_packed` in nested containers."""
     if type(value) is dict and _TENSOR in value:
         dtype = getattr(torch, value[_TENSOR])
         if not value["bytes"].size:

@@ -1,4 +1,4 @@
-"""What the functions of polyhvd.torch do that those of other frameworks do not.
+"""The functions of polyhvd.torch that differ from those of other frameworks.
 
 Those that return new tensors are differentiable. Asynchronous and in-place forms are not: their results
 are unknown to autograd. In ``torch.compile`` all but the asynchronous ones are operators of a graph.

@@ -67,7 +67,7 @@ class MappedGradients:
 
 
 class MappedOptimizer(torch.optim.Optimizer):
-    """What :func:`polyhvd.torch.DistributedOptimizer` puts before the user's class if there is a mapping."""
+    """The base class of :func:`polyhvd.torch.DistributedOptimizer` with a mapping."""
 
     _mapped: MappedGradients
 

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """What :func:`DistributedOptimizer` puts before the class of the user's optimizer."""
+    """The base class that :func:`DistributedOptimizer` puts before the user's optimizer."""
 
     def _own_gradients(self) -> Gradients:
         # No attribute of the class, so that wrappers that pass missing attributes on find it.

@@ -80,7 +80,7 @@ def _named(model: Any) -> Iterator[tuple[str, str, Tensor, torch.nn.Module | Non
 
 
 def _roles(module: torch.nn.Module) -> dict[str, str]:
-    """What the parameters of a layer are, by name; of others nothing is known."""
+    """The roles of a layer's parameters, by name; other parameters have none."""
     if isinstance(module, _NORMS):
         return _OF_NORMS
     if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
@@ -196,7 +196,7 @@ def rate_of(optimizer: Any) -> float:
 
 
 def kept_of(optimizer: Any, source: Any) -> dict[str, tuple[Tensor, float]]:
-    """What an optimizer keeps for a parameter: "momentum" and "second moment", each with a factor.
+    """The state that an optimizer keeps for a parameter: "momentum" and "second moment", each with a factor.
 
     The momentum of SGD is returned times the learning rate, which other frameworks include in it.
     """
@@ -220,7 +220,7 @@ def kept_of(optimizer: Any, source: Any) -> dict[str, tuple[Tensor, float]]:
 
 
 def states_of(optimizer: Any, source: Any) -> dict[str, Any]:
-    """What :func:`kept_of` returns, as arrays that have their factors in them."""
+    """The result of :func:`kept_of` as arrays, multiplied by their factors."""
     kept = kept_of(optimizer, source)
     return {
         kind: to_numpy(tensor) if factor == 1.0 else to_numpy(tensor) * np.float32(factor)
@@ -229,7 +229,7 @@ def states_of(optimizer: Any, source: Any) -> dict[str, Any]:
 
 
 def batch_norm_of(layer: Any) -> tuple[float, bool] | None:
-    """What a layer keeps of its running statistics in a step, and that its variance is unbiased."""
+    """How a layer updates its running statistics in a step; its variance is unbiased."""
     if not isinstance(layer, torch.nn.modules.batchnorm._NormBase) or layer.momentum is None:
         return None
     return 1.0 - layer.momentum, True
@@ -296,7 +296,7 @@ def save_file(model: torch.nn.Module, path: str) -> None:
 
 
 def outputs_of(model: torch.nn.Module, inputs: Sequence[Any]) -> tuple[Any, bool]:
-    """What a model makes of arrays of NumPy, not as in training: an array, or a list of them.
+    """Apply a model to arrays of NumPy, not in training mode; return an array, or a list of them.
 
     Args:
         model: that is run once.

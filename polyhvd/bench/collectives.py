@@ -1,4 +1,4 @@
-"""What ``polyhvd bench`` times: each collective through the module that a user imports.
+"""The collectives that ``polyhvd bench`` times, through the module that a user imports.
 
 The size of a row is, as in nccl-tests, that of the whole result or of the whole input, whichever is larger.
 """
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def busbw(self) -> float:
-        """What each link of a ring would carry, whatever was done: comparable over numbers of ranks."""
+        """Bus bandwidth: bytes per second and link of a ring; comparable over numbers of ranks."""
         return self.algbw * OPS[self.op](self.ranks)
 
 

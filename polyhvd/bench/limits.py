@@ -1,4 +1,4 @@
-"""What the machine allows, measured beside the collectives: copies in memory, and bytes between two hosts."""
+"""Limits of the machine, measured beside the collectives: memory copies, and bytes between two hosts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _aligned(size: int) -> np.ndarray[Any, Any]:
 
 
 class Link:
-    """What one TCP connection between rank 0's host and another carries in each direction at once."""
+    """Throughput of one TCP connection between rank 0's host and another, in both directions at once."""
 
     def __init__(self, peer: int, gigabytes_per_s: float) -> None:
         self.peer, self.gigabytes_per_s = peer, gigabytes_per_s

@@ -32,7 +32,7 @@ class Table:
             print(text, file=self._out, flush=True)
 
     def head(self, framework: Framework, options: argparse.Namespace, link: Link | None) -> None:
-        """What is measured, on what."""
+        """The title: the measurement, and the hardware."""
         self._link = link
         self._line(
             f"# polyhvd {polyhvd.__version__}, {polyhvd.size()} ranks, {polyhvd.local_size()} on the host of "

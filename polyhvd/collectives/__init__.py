@@ -1,1 +1,1 @@
-"""What a collective means, once for all frameworks."""
+"""The meaning of collectives, once for all frameworks."""

@@ -1,4 +1,4 @@
-"""What a framework has to offer: the protocol between the collectives and a framework.
+"""The protocol between the collectives and a framework, which a framework's adapter implements.
 
 An adapter knows how to hand its tensors to the core, and how to make, cast and name them. It
 knows nothing of averaging, naming, fusion or retries: :mod:`.verbs` holds the semantics, once.
@@ -51,7 +51,7 @@ class ReduceOp(enum.IntEnum):
 
 
 class Capability(enum.Enum):
-    """What an adapter can do beyond the basics; the shared tests skip only by these."""
+    """Optional features of an adapter; the shared tests skip only by these."""
 
     DIRECT = "tensors that the core reads itself"
     IN_PLACE = "in place"
@@ -85,7 +85,7 @@ class Operation(Protocol):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
 
 
 class Handle(Protocol[R]):

@@ -15,7 +15,7 @@ __all__ = ["gradient_factor", "rows_before", "rows_kept"]
 
 
 def gradient_factor(kind: int, size: int, exact: bool | None, op: int = ReduceOp.Sum) -> float:
-    """What multiplies the sum, or for a reducescatter the concatenation, of the ranks' gradients.
+    """The factor of the sum, or for a reducescatter of the concatenation, of the ranks' gradients.
 
     The exact adjoint is the derivative of the sum of all ranks' losses. Horovod divides it by ``size`` for
     allgather and broadcast, and multiplies it by ``size`` for reducescatter.

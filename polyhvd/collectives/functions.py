@@ -211,7 +211,7 @@ class Functions(Generic[T]):
         process_set: ProcessSet,
         priority: int = 0,
     ) -> T:
-        """What :meth:`allreduce_` does with a tensor whose memory the core does not work on."""
+        """:meth:`allreduce_` of a tensor whose memory the core does not work on."""
         handle = self.collectives.allreduce_async(
             tensor,
             name=name,
@@ -467,7 +467,7 @@ class Functions(Generic[T]):
         return [self.checked(tensor) for tensor in tensors]
 
     def compressor(self, compression: Any, name: str | None) -> _Compressor:
-        """What compresses one tensor: of a KeyedCompressor what it is for this name."""
+        """The compressor of one tensor: of a KeyedCompressor the instance for this name."""
         for_operation = getattr(compression, "for_operation", None)
         if for_operation is None:
             own: _Compressor = compression
@@ -483,7 +483,7 @@ class Functions(Generic[T]):
     def _compressed(
         self, tensors: Iterable[T], compression: _Compressor | _Keyed | None, name: str | None
     ) -> tuple[list[T], Callable[[list[T]], list[T]]]:
-        """What is sent for the tensors, and what turns its results into those of the tensors."""
+        """The tensors to send, and a function that turns the results into results of the given tensors."""
         given = self._all_checked(tensors)
         if compression is None:
             return given, lambda results: results

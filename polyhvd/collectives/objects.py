@@ -48,7 +48,7 @@ def broadcast_object(
 
     Raises:
         InvalidArgumentError: the root's object cannot be pickled; on every rank.
-        PeerLostError: what the root sent was changed on its way; on every rank, and nobody can go on.
+        PeerLostError: the root's data was changed on the way; raised on every rank, and no rank can continue.
         HorovodInternalError: a rank was lost, or the engine was shut down.
 
     Example::
@@ -88,7 +88,7 @@ def _send(wire: _Broadcast, pickled: Bytes, buffers: list[Bytes], error: Excepti
 
 
 def _receive(wire: _Broadcast) -> tuple[Bytes, list[Bytes]]:
-    """What the root sends: a pickle, and the arrays that are not in it."""
+    """The message of the root: a pickle, and the arrays that are not in it."""
     size, count = wire.receive_numbers("size", 2, ["data"])
     pickled = wire.receive("data", _length(size))
     if size < 0:
@@ -179,7 +179,7 @@ def allgather_object(
 
     Raises:
         InvalidArgumentError: a rank's object cannot be pickled; on every rank.
-        PeerLostError: what a rank sent was changed on its way; on every rank, and nobody can go on.
+        PeerLostError: a rank's data was changed on the way; raised on every rank, and no rank can continue.
         HorovodInternalError: a rank was lost, or the engine was shut down.
 
     Example::
@@ -241,7 +241,7 @@ def _recorded(world: World, call: str, name: str | None, set_id: int) -> list[An
 
 
 def _announced(rows: Bytes, seals: Seals | None) -> list[tuple[int, int, bytes]]:
-    """What each rank has announced: its rank, the size of its data, and the MAC."""
+    """The announcements of all ranks: rank, size of its data, and the MAC."""
     announced = []
     for index, row in enumerate(rows):
         words = row.tobytes() if seals is None else seals.opened(seals.ranks[index], "size", row)
@@ -257,7 +257,7 @@ def _gathered(world: World, number: int, name: str, array: Bytes) -> Bytes:
 
 
 def _seals(world: World, verb: str, label: str, number: int) -> Seals | None:
-    """What signs a call; none where nothing leaves a host."""
+    """The key that signs a call; None if nothing leaves a host."""
     if not world.spans_hosts(number):
         return None
     return Seals(world, verb, label, number, lambda row: _gathered(world, number, f"{label}.nonce", row))

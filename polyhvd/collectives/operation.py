@@ -1,4 +1,4 @@
-"""What a collective is called with: its name, its operation, its process set, its rows."""
+"""The arguments of a collective: its name, its operation, its process set, its rows."""
 
 from __future__ import annotations
 
@@ -130,5 +130,5 @@ class Call:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.name or f"{OpKind(self.kind).name.lower()}.noname"

@@ -33,7 +33,7 @@ _ROW_BYTES = _NONCE_ROW_BYTES + TAG_BYTES
 
 
 class Seals:
-    """What one rank signs and checks with during one call.
+    """Signs and checks the messages of one rank during one call.
 
     Args:
         world: of the call.
@@ -95,7 +95,7 @@ class Seals:
             self.refuse(sender)
 
     def sealed(self, part: str, words: bytes) -> Bytes:
-        """What to send for a few words of this rank: they and their MAC."""
+        """The message to send for a few words of this rank: the words and their MAC."""
         return np.frombuffer(words + self.tag(self._rank, part, words), np.uint8)
 
     def opened(self, sender: int, part: str, data: Bytes) -> bytes:

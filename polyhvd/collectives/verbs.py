@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 
 class Arguments(TypedDict, total=False):
-    """What every collective takes by keyword; :mod:`.table` has the texts and defaults of all these."""
+    """Keyword arguments of every collective; :mod:`.table` has the texts and defaults of all these."""
 
     name: str | None
     process_set: ProcessSet
@@ -45,20 +45,20 @@ class Arguments(TypedDict, total=False):
 
 
 class CopyArguments(Arguments, total=False):
-    """What allgather and broadcast take, whose gradients are sums over the ranks."""
+    """Keyword arguments of allgather and broadcast, whose gradients are sums over the ranks."""
 
     exact_gradient: bool | None
 
 
 class ReductionArguments(Arguments, total=False):
-    """What every reduction takes besides its operation."""
+    """Keyword arguments of every reduction besides its operation."""
 
     prescale_factor: float
     postscale_factor: float
 
 
 class ScatterArguments(ReductionArguments, total=False):
-    """What reducescatter takes besides its operation."""
+    """Keyword arguments of reducescatter besides its operation."""
 
     exact_gradient: bool | None
 
@@ -107,7 +107,7 @@ class Collectives(Generic[T]):
         process_set: ProcessSet,
         priority: int,
     ) -> Any:
-        """What ``call``, the core's ``run`` or ``start``, returns; None when it must be done by parts.
+        """The result of ``call``, the core's ``run`` or ``start``; None when it must be done by parts.
 
         Adapters call it first, and by position: for a small tensor, arguments cost what the collective does.
         """
@@ -177,7 +177,7 @@ class Collectives(Generic[T]):
         return result
 
     def result(self, handle: Handle) -> Any:
-        """What ``synchronize()`` returns, without waiting; for frameworks whose reads wait by themselves."""
+        """The result of ``synchronize()``, without waiting; for frameworks whose reads wait by themselves."""
         unpack = handle.slot
         return handle.result if unpack is None else unpack(handle.result)
 

@@ -1,4 +1,4 @@
-"""What the user of an elastic job allows. Pure."""
+"""The limits that the user of an elastic job sets. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNFIT_S = (5.0, 60.0)
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user allows.
+    """The limits that the user sets.
 
     Raises:
         ValueError: they contradict each other.

@@ -84,7 +84,7 @@ def looped(
     reset: Callable[[], Any] | None = None,
     translate: Callable[[BaseException], BaseException] = lambda error: error,
 ) -> Callable[Concatenate[S, P], T]:
-    """What :func:`run` and :func:`run_fn` return.
+    """The result of :func:`run` and :func:`run_fn`.
 
     Args:
         func: takes the state first.

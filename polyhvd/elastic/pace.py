@@ -35,7 +35,7 @@ _CHANGE = 0.2
 
 @dataclass(frozen=True)
 class Figure:
-    """What a member reports about its last steps."""
+    """A member's report about its last steps."""
 
     generation: int
     own_s: float  #: of a step, in which it has not waited for others; the median

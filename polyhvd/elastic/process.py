@@ -246,7 +246,7 @@ class Process:
     # Process sets
 
     def settle(self, lists: list[list[int]], numbers: list[int]) -> tuple[list[list[int]], list[int | None]]:
-        """What becomes of the process sets of ``init()`` in a world that follows another one.
+        """The process sets of ``init()`` in a world that follows another one.
 
         Args:
             lists: ranks of all process sets that ``init()`` was called with.

@@ -72,7 +72,7 @@ def _bar(title: str, total: int) -> _Bar | None:
 
 
 class Progress:
-    """What rank 0 shows of a training. It never fails, and reads what a step has returned seldom.
+    """The display of a training on rank 0. It never fails, and seldom reads what a step has returned.
 
     Args:
         epochs: how many there are.
@@ -133,7 +133,7 @@ class Progress:
 
 
 def _note(result: Any) -> str:
-    """What a step has returned, as text."""
+    """The result of a step as text."""
     named = result if isinstance(result, dict) else {"loss": result}
     parts = []
     for name, value in named.items():

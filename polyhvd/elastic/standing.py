@@ -1,4 +1,4 @@
-"""What an elastic job does now, and why: a state for each slot, and a sentence for the job. Pure.
+"""The current state of an elastic job and its reason: a state for each slot, a sentence for the job. Pure.
 
 It reads the state of :class:`polyhvd.elastic.membership.Membership`, and changes nothing there.
 """
@@ -47,7 +47,7 @@ class SlotState(Enum):
 
 
 class Doing(Enum):
-    """What a job does. For an elastic one, :func:`decide` chooses the first of these that applies."""
+    """States of a job. For an elastic one, :func:`decide` chooses the first of these that applies."""
 
     ENDS = "ends"  #: nothing more will be started
     LEAVES = "leaves"  #: every process leaves with notice
@@ -78,7 +78,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the job does, and why. Equal until an event, see :class:`Wait`."""
+    """The state of a job, and the reason. Equal until an event, see :class:`Wait`."""
 
     does: Doing
     what: str = ""  #: what it does, in words; empty: it only waits
@@ -162,7 +162,7 @@ def slot_states(at: Standing) -> Iterator[tuple[str, int, int | None, SlotState]
 
 
 def decide(at: Standing) -> Decision:
-    """What the job does now, and why."""
+    """The current state of the job, and the reason."""
     world = at.world
     if at.over:
         return Decision(Doing.ENDS, "ends", _living(at, "it has not ended"))

@@ -346,7 +346,7 @@ class Training(ObjectState):
         self._inner._end_background()
 
     def on_reset(self) -> None:
-        """What the user has registered with the state."""
+        """The objects that the user has registered with the state."""
         self._inner.on_reset()
 
     def sync(self) -> None:
@@ -427,7 +427,7 @@ class Training(ObjectState):
     # Checkpoints
 
     def exported(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The content of a checkpoint."""
         return {"state": self._inner.exported(), "data": self.position.state_dict(), "steps": self.steps}
 
     def imported(self, values: dict[str, Any]) -> None:

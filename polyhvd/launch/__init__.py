@@ -134,7 +134,7 @@ def run(
 
 
 def _check_call(func: object, args: object, kwargs: object, ranks: object, env: object) -> None:
-    """Raise TypeError for what would fail on every rank, or where nobody would know it again."""
+    """Raise TypeError for arguments that would fail on every rank."""
     if not callable(func):
         raise TypeError(f"run(): func must be a function; found {func!r}")
     if not isinstance(args, Sequence) or isinstance(args, (str, bytes)):

@@ -1,1 +1,1 @@
-"""What ranks write about themselves, and what is read from it."""
+"""Files that ranks write about themselves, and the programs that read them."""

@@ -164,7 +164,7 @@ class Autotuner:
         self._tune(_tuning(self._point))  # begins the first sample
 
     def go_on(self, hosts: Sequence[str], tune: Callable[[_core.Tuning], None]) -> bool:
-        """Go on in the next world of an elastic job, where the sample that was under way begins anew.
+        """Continue in the next world of an elastic job; the sample that was under way is repeated.
 
         Args:
             hosts: of all ranks.

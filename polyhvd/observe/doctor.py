@@ -1,4 +1,4 @@
-"""What polyhvd finds on this host: frameworks, MPI, NCCL, CUDA and transports, in plain text.
+"""Lists frameworks, MPI, NCCL, CUDA and transports of this host, in plain text.
 
 For each one its version and the place that it is loaded from; where it is missing, why, and what
 to do. Imports no framework: an import takes seconds, and may crash beside another one's.
@@ -45,7 +45,7 @@ class Finding:
 
 
 def examine() -> dict[str, list[Finding]]:
-    """What was found, by kind."""
+    """The findings, by kind."""
     return {
         "Frameworks": list(_frameworks()),
         "Libraries": [_mpi(), _cuda(), _nccl()],
@@ -54,7 +54,7 @@ def examine() -> dict[str, list[Finding]]:
 
 
 def lines(kinds: Mapping[str, Sequence[Finding]]) -> list[str]:
-    """What :func:`examine` has found as lines of text, below what this host is."""
+    """The findings of :func:`examine` as lines of text, below a description of the host."""
     version = _version("polyhvd") or "(not installed)"
     text = [
         f"polyhvd {version}  {Path(_core.__file__).parent}",

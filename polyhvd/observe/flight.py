@@ -36,7 +36,7 @@ class Record:
 
     @property
     def key(self) -> tuple[int, str, str]:
-        """What ranks match operations by."""
+        """The key by which ranks match operations."""
         return self.process_set, self.kind, self.name
 
     @property
@@ -47,7 +47,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Dump:
-    """What one rank has written."""
+    """The records of one rank."""
 
     path: Path
     rank: int

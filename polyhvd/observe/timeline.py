@@ -42,7 +42,7 @@ class Trace:
 
     @property
     def name(self) -> str:
-        """What the process is called: "rank 2", or "process 3" in an elastic job."""
+        """The name of the process: "rank 2", or "process 3" in an elastic job."""
         return f"{'rank' if self.header.get('process') is None else 'process'} {self.process}"
 
     @property

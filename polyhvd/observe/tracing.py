@@ -1,4 +1,4 @@
-"""What a rank writes about itself: its identity, the offset of its clock, and its timeline.
+"""The records that a rank writes: its identity, the offset of its clock, and its timeline.
 
 :mod:`polyhvd.observe.timeline` and :mod:`polyhvd.observe.flight` read the files.
 """
@@ -162,7 +162,7 @@ def _measure_clock(world: World) -> tuple[int, int]:
 
 
 def _boot() -> str:
-    """What processes with the same monotonic clock have in common."""
+    """An id of this boot of the host: processes that share it share the monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -54,7 +54,7 @@ def error_line(error: BaseException) -> str:
 
 
 def _kind_of(value: Any) -> str:
-    """What a value is, in a message."""
+    """A description of a value, for messages."""
     if isinstance(value, type):
         return f"the class {value.__name__}, of which an instance is needed"
     return f"{type(value).__name__}: {_shown(value)}" if isinstance(value, _PLAIN) else type(value).__name__
@@ -84,7 +84,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What every framework is to do with the gradients, in numbers that mean the same to all of them.
+    """How every framework treats the gradients, in numbers that mean the same to all of them.
 
     docs/parity.md has the formulas, and what each framework has instead by default.
 
@@ -165,18 +165,18 @@ class Optimizer:
 
     @property
     def coupled_decay(self) -> float:
-        """What of each weight is added to its gradient."""
+        """The share of each weight that is added to its gradient."""
         return 0.0 if self.name == "adamw" else self.weight_decay
 
     @property
     def decoupled_decay(self) -> float:
-        """What of each weight is taken from it in a step, times the learning rate."""
+        """The share of each weight that is subtracted from it in a step, times the learning rate."""
         return self.weight_decay if self.name == "adamw" else 0.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """What ``polyhvd parity`` runs.
+    """The case that ``polyhvd parity`` runs.
 
     Args:
         name: of the catalogue, or of the file.
@@ -209,7 +209,7 @@ class Case:
         return 1024.0 if self.precision == "float16" else 1.0
 
     def of(self, framework: str) -> list[Layer] | Any | None:
-        """What ``build`` makes: a list of layers, a model, or None.
+        """The result of ``build``: a list of layers, a model, or None.
 
         Raises:
             BadCaseError: build raises, or returns something else.

@@ -353,7 +353,7 @@ def _run_jobs(
 
 
 def _conclude(report: Report, case: Case, runs: Sequence[Run], failed: Job | None) -> Report:
-    """What has come of it."""
+    """The outcome."""
     bad = next((run for run in runs if run.problem.startswith("bad case: ")), None)
     if bad is not None:
         return _failed(report, "bad-case", bad.problem.removeprefix("bad case: "))

@@ -65,7 +65,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` has found, the same on every rank.
+    """The result of :func:`compare`, the same on every rank.
 
     Args:
         name: of the comparison.
@@ -211,7 +211,7 @@ def compare(
 
 
 def _exchanged(name: str, mine: Any, process_set: ProcessSet) -> list[tuple[str, Any]]:
-    """What every rank compares, and its side.
+    """The tensors that every rank compares, and its side.
 
     All comparisons of the main thread use one operation name, so that ranks that compare different things
     get an error instead of waiting for each other. Comparisons of other threads run at the same time, in an

@@ -67,7 +67,7 @@ class Driver(abc.ABC):
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What the adapter declares."""
+        """The adapter's declaration."""
         module = importlib.import_module(f"polyhvd.{self.framework}.adapter")
         (adapter,) = (vars(module)[name] for name in module.__all__ if name.endswith("Adapter"))
         declared: frozenset[Capability] = adapter.capabilities
@@ -137,7 +137,7 @@ class Driver(abc.ABC):
         """Tensors that no collective takes."""
 
     def argument_errors(self) -> tuple[type[BaseException], ...]:
-        """What a call that is wrong by itself may raise."""
+        """Exceptions that a call may raise which is wrong by itself."""
         return (ValueError,)
 
     def error_type(self) -> type[BaseException]:

@@ -22,7 +22,7 @@ _GRACE_S = 45.0
 
 
 def end_with_parent() -> Callable[[], None]:
-    """What a child of this process has to call first to get SIGTERM when this process ends."""
+    """A function that a child of this process calls first, to get SIGTERM when this process ends."""
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def ask() -> None:

@@ -121,7 +121,7 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What may be rounding in one step.
+    """Differences that may be rounding in one step.
 
     Args:
         step: counted from 0.
@@ -240,7 +240,7 @@ def computed_in(sides: Iterable[Iterable[Trace | Facts]]) -> tuple[str, int]:
 
 
 def grown(largest: Mapping[str, float], traces: Mapping[Key, Trace]) -> dict[str, float]:
-    """What ``largest`` of :class:`Bounds` is after another step.
+    """``largest`` of :class:`Bounds` after another step.
 
     Args:
         largest: before it.
@@ -404,7 +404,7 @@ def _limits(
 
 
 def _of_update(key: Key, traces: Mapping[Key, Trace], references: Mapping[Key, Trace]) -> float:
-    """What the limit of an update includes besides.
+    """The other terms of the limit of an update.
 
     It is the difference of two weights, each of which is rounded. And optimizers that divide by the root of a
     second moment make a whole step of the smallest gradient: one that is within a rounding error e of 0, as a

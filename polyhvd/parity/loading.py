@@ -249,7 +249,7 @@ def _refuse(message: str) -> None:
 
 
 def _on_all(function: Callable[[], T], gather: Callable[[Any], list[Any]], process_set: ProcessSet) -> T:
-    """What a function returns; what it refuses on one rank, all do."""
+    """The result of a function; an error on one rank is raised on all."""
     refused: InvalidArgumentError | UnsupportedError | None = None
     try:
         made = function()

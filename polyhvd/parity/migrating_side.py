@@ -33,7 +33,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """What a side is to do."""
+    """The task of a side."""
 
     framework: str
     model_file: str
@@ -176,7 +176,7 @@ def _inputs(file: Any, task: Task) -> list[Array]:
 
 
 def _run(model: Any, weights: list[Weight], inputs: list[Array], task: Task) -> proving.Ran:
-    """What the model makes, in the form of channels first."""
+    """The model's outputs, with channels first."""
     try:
         return proving.ran(model, weights, inputs)
     except Exception as error:

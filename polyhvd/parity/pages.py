@@ -190,7 +190,7 @@ class Plan:
         self._first = np.array([places[facts.key][0] for facts in reference], np.intp)
 
     def grown(self, largest: Array, side: Array) -> Array:
-        """What :func:`polyhvd.parity.limits.grown` keeps, of each of :data:`KINDS`.
+        """The result of :func:`polyhvd.parity.limits.grown`, of each of :data:`KINDS`.
 
         Args:
             largest: before this step.

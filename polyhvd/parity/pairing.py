@@ -52,7 +52,7 @@ def given_of(weights: Sequence[Weight]) -> list[Given]:
 
 
 def converted(given: Sequence[Given], convert: Convert | None) -> list[Given]:
-    """What a function of the user's makes of the weights that are given.
+    """The result of a user's function for the given weights.
 
     Args:
         given: in common form.

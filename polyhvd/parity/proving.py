@@ -27,7 +27,7 @@ _HALVES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Ran:
-    """What a model has made of inputs. Can be pickled.
+    """The outputs of a model for inputs. Can be pickled.
 
     Args:
         outputs: in the order of the model.

@@ -375,7 +375,7 @@ class Recorder:
         self._sketch_beside(found)
 
     def update(self, rate: float, states_of: Callable[[Weight], dict[str, Any]]) -> None:
-        """What the optimizer has made of the weights, and batches of running statistics; after the update.
+        """The weights after the optimizer's update, and the batches of running statistics.
 
         Args:
             rate: learning rate that was used.
@@ -430,7 +430,7 @@ class Recorder:
         self._layer_passes.clear()
 
     def _note_statistics(self, place: int, after: Array) -> None:
-        """What a step has made of a running mean or variance, the latter by the batch's own variance.
+        """A running mean or variance after a step; the variance is computed from the batch's own.
 
         An unbiased variance is n / (n - 1) times that, with n values for each channel: what a step adds is
         divided by it.

@@ -36,7 +36,7 @@ def cannot_compute(framework: str, precision: str, kinds: Collection[str] = ()) 
 
 @dataclass(frozen=True)
 class Order:
-    """What was asked for, as every process reads it.
+    """The request, as every process reads it.
 
     Args:
         case: a name of the catalogue, or the path of a file.
@@ -90,7 +90,7 @@ class Step:
 
 @dataclass
 class Run:
-    """What one rank has seen in one mode. Is pickled.
+    """The records of one rank in one mode. Can be pickled.
 
     Args:
         framework, mode: which.

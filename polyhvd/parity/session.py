@@ -100,14 +100,14 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def states_of(self, weight: Weight) -> dict[str, Any]:
-        """What the optimizer keeps for a weight, by kind: "momentum", "second moment".
+        """The state that the optimizer keeps for a weight, by kind: "momentum", "second moment".
 
         As arrays that lie as the weight does, by the formulas of docs/parity.md.
         """
 
     @abc.abstractmethod
     def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
-        """What a layer keeps of its running statistics, and if its variance is unbiased; None: nothing."""
+        """How a layer updates its running statistics, and if its variance is unbiased; None: it has none."""
 
 
 def first_values(weights: Sequence[Weight], seed: int = 0) -> list[Array]:
@@ -143,7 +143,7 @@ def begin(weights: Sequence[Weight], seed: int = 0) -> None:
 
 
 def adam_epsilon(epsilon: float, beta_2: float, step: int) -> float:
-    """What Adam of Gluon and Keras needs to do what that of PyTorch does.
+    """Settings with which Adam of Gluon and Keras does what that of PyTorch does.
 
     They divide by ``sqrt(v) + epsilon`` and put the correction of ``v`` into the learning rate, so that
     their epsilon is divided by the root of the correction, too.

@@ -1,4 +1,4 @@
-"""What is kept of a tensor of a model in training, in so few numbers that each step can keep all. Pure."""
+"""Short records of a model's tensors in training, so few numbers that each step can keep all. Pure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ NOISE = 1e-3
 
 
 class Facts(NamedTuple):
-    """What a tensor is; see :class:`Trace`. From one step to the next it hardly changes."""
+    """A description of a tensor; see :class:`Trace`. From one step to the next it hardly changes."""
 
     kind: str
     place: int
@@ -79,7 +79,7 @@ class Facts(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What it is called in its step."""
+        """Its key within a step."""
         return self.kind, self.place
 
 
@@ -105,12 +105,12 @@ class Trace:
 
     @property
     def key(self) -> Key:
-        """What it is called in its step."""
+        """Its key within a step."""
         return self.kind, self.place
 
     @classmethod
     def of(cls, facts: Facts, row: Array) -> Trace:
-        """What the core has made of a tensor.
+        """Convert the core's record of a tensor.
 
         Args:
             facts: what it is.
@@ -193,7 +193,7 @@ def totals_of(traces: Mapping[Key, Trace], keys: Iterable[Key]) -> dict[str, flo
 
 
 def common_input(array: Array, weight: Weight) -> Array:
-    """What a layer is given, as PyTorch's would be: channels first, and rows of images in that order."""
+    """The input of a layer in PyTorch's layout: channels first, and rows of images in that order."""
     common = weight.layout.common_shape
     if weight.role == "kernel" and len(common) == 2 and array.shape[-1] != common[1]:
         return array.reshape(len(array), -1)  # a dense layer of Gluon's takes images as they are

@@ -92,7 +92,7 @@ class _Step(contextlib.AbstractContextManager[None]):
 
 
 class Watch:
-    """What :func:`watch` returns. A context manager that ends the watch."""
+    """The result of :func:`watch`. A context manager that ends the watch."""
 
     def __init__(
         self, model: Any, optimizer: Any, prefix: str, limit: float | None, process_set: ProcessSet
@@ -264,7 +264,7 @@ class Watch:
     def _apart(
         self, pages: Sequence[Page], ranks: Sequence[int]
     ) -> tuple[list[dict[Key, Trace]], list[_Apart], Suspicion | None]:
-        """What each rank has recorded, how far all but the first are from it, and a layer that stands out."""
+        """The records of all ranks, their distances from the first, and a layer that stands out."""
         sides = _with_zeros([page.traces for page in pages])
         largest = {kind: float(self._largest[KINDS.index(kind)]) for kind in FADING}
         precision, begins = computed_in(side.values() for side in sides)

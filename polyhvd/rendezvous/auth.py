@@ -63,7 +63,7 @@ class AuthError(OSError):
 
 @dataclass(frozen=True)
 class Greeting:
-    """What a connection is for: signed by both sides, so that a stale or crossed one fails."""
+    """The purpose of a connection: signed by both sides, so that a stale or crossed one fails."""
 
     purpose: str  # ASCII, at most 16 characters
     generation: int

@@ -96,7 +96,7 @@ class KeyedStore(Store):
 
     @abc.abstractmethod
     def _read(self, key: str) -> bytes | None:
-        """What is under a key; None: nothing."""
+        """The value of a key; None: it has none."""
 
     @abc.abstractmethod
     def _remove(self, key: str) -> None:
@@ -192,7 +192,7 @@ class KeyedStore(Store):
         return None
 
     def _answer(self, gather: _Gather) -> list[bytes] | None:
-        """What another rank has seen complete since this gather began."""
+        """Values that another rank has collected since this gather began."""
         record = self._record(_answer_key(gather.scope, gather.count))
         if record is None or record.value == gather.former:
             return None

@@ -14,7 +14,7 @@ __all__ = ["Memory", "MemoryStore"]
 
 
 class Memory:
-    """What the stores of one job share. Thread-safe.
+    """The data that the stores of one job share. Thread-safe.
 
     Args:
         secret: the job's; one is made where none is given.
@@ -63,7 +63,7 @@ class Memory:
             self._wake()
 
     def read(self, key: str) -> bytes | None:
-        """What is under a key."""
+        """The value of a key."""
         with self._lock:
             return self._all().get(key)
 

@@ -241,7 +241,7 @@ def resolve(host: str) -> list[str]:
 
 
 def host_identity() -> str:
-    """What ranks that can share memory have in common: this boot of the machine, and its network.
+    """An id shared by ranks that can share memory: of this boot of the machine, and its network.
 
     Two containers of one machine are two hosts unless they share the network, over whose Unix sockets
     memory is passed.

@@ -51,7 +51,7 @@ class SignedStream:
         self._length: int | None = None  # of the message that is coming, once its header is proved
 
     def seal(self, data: bytes) -> bytes:
-        """What to send for ``data``, after all that was sealed before."""
+        """The bytes to send for ``data``, after all that was sealed before."""
         parts: list[bytes | memoryview] = []
         view = memoryview(data)
         for begin in range(0, len(view), MESSAGE_BYTES_MAX):
@@ -62,7 +62,7 @@ class SignedStream:
         return b"".join(parts)
 
     def unseal(self, data: bytes) -> bytes:
-        """What the other side has sealed, as far as it is proved with ``data``, which has come now.
+        """The bytes that the other side has sealed, as far as they are proved with ``data``, just received.
 
         Memory grows with what has come, and never beyond one message more.
 

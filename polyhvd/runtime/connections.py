@@ -1,4 +1,4 @@
-"""What connects a rank to the others: descriptors, ready to use and already authenticated.
+"""The connections of a rank to the others: descriptors, ready to use and already authenticated.
 
 Made by :mod:`polyhvd.runtime.bootstrap`, consumed by ``_core.Engine``, which takes the descriptors over.
 """

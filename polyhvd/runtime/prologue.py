@@ -44,7 +44,7 @@ class Prologue:
             self._is_over = True
 
     def encoded(self) -> bytes:
-        """What was recorded, for other processes."""
+        """The records, for other processes."""
         with self._lock:
             return pickle.dumps(self._results)
 

@@ -41,7 +41,7 @@ _abandoned: list[World] = []  # of a forked parent: never destroyed in the child
 
 
 class Member(Protocol):
-    """What a world knows of the objects that stand for its process sets."""
+    """The world's records of the objects that stand for its process sets."""
 
     ranks: list[int] | None
     process_set_id: int | None  # by which it is registered
@@ -194,7 +194,7 @@ class World:
             self._sets.clear()
 
     def counters(self) -> dict[str, int]:
-        """What this process has counted, in former worlds as well; see :func:`polyhvd.counters`."""
+        """The counters of this process, former worlds included; see :func:`polyhvd.counters`."""
         found = self.engine.counters()
         with self._lock:
             found.update(self._data_counted, data_wait_us=self._data_wait_ns // 1000)

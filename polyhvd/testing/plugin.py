@@ -27,7 +27,7 @@ _NUMBER = "polyhvd_np"  # the parameter of tests on several numbers of ranks
 
 
 class Hooks:
-    """What a conftest may say about the ranks."""
+    """Settings that a conftest may make for the ranks."""
 
     @pytest.hookspec(firstresult=True)
     def pytest_polyhvd_pools(self, config: pytest.Config) -> Pools | None:

@@ -57,7 +57,7 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """What a pool is made of. Equal specs share a pool."""
+    """The settings of a pool. Equal specs share a pool."""
 
     framework: str  # "torch+mxnet": of each rank its own
     hosts: tuple[int, ...]  # ranks on each
@@ -69,7 +69,7 @@ class PoolSpec:
         return sum(self.hosts)
 
     def framework_of(self, rank: int) -> str:
-        """What a rank imports."""
+        """The module that a rank imports."""
         each = self.framework.split("+")
         return each[rank] if len(each) > 1 else self.framework
 
@@ -121,7 +121,7 @@ class Rank:
             self.answer = (kind, value)
 
     def printed_since(self, offset: int) -> str:
-        """What the rank has printed since its log had this size."""
+        """The output of the rank since its log had this size."""
         with self.log.open("rb") as log:
             log.seek(offset)
             return log.read()[-_LOG_BYTES_SHOWN:].decode("utf-8", "replace").strip()
@@ -219,7 +219,7 @@ class Pool:
     def settle(self, deadline_s: float, grace_s: float, good: Callable[[Any], bool]) -> bool:
         """Wait for all that were started, after a bad answer for ``grace_s`` at most; False: no longer.
 
-        ``good`` says of what a rank has returned whether the others will, too. Nobody is ended.
+        ``good`` says of what a rank has returned whether the others will, too. No rank is ended.
         """
         now = time.monotonic()
         deadline = late = now + deadline_s
@@ -243,7 +243,7 @@ class Pool:
         return [rank.log.stat().st_size for rank in self._ranks]
 
     def printed_since(self, sizes: Sequence[int]) -> list[str]:
-        """What each rank has printed since :meth:`log_sizes` said these."""
+        """The output of each rank since :meth:`log_sizes` returned these sizes."""
         return [rank.printed_since(size) for rank, size in zip(self._ranks, sizes, strict=True)]
 
     def stacks(self) -> dict[int, str]:
@@ -359,7 +359,7 @@ class Pool:
         return Rank(placement.rank, command, parent, env, Path(self._folder.name))
 
     def _environment(self) -> dict[str, str]:
-        """What ranks have in common, without settings of the launcher's or the user's."""
+        """The common environment of ranks, without settings of the launcher's or the user's."""
         inherited = {
             name: value
             for name, value in os.environ.items()

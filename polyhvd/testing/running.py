@@ -251,7 +251,7 @@ def _kind(answer: tuple[str, Any] | None) -> str:
 def _told(
     pool: Pool, call: TestCall, answers: Sequence[tuple[str, Any] | None], timeout_s: float | None
 ) -> str:
-    """What came of a test that has not passed everywhere, in a line, then of each rank, failures first."""
+    """A report on a test that has not passed everywhere: a line, then each rank, failures first."""
     stacks = pool.stacks() if None in answers else {}
     died: list[str] = []  # what a rank raises whose peer has died is no cause
     failed: list[str] = []
@@ -285,7 +285,7 @@ def _of_the_test(stacks: str) -> str:
 
 
 def _logged(answers: Sequence[tuple[str, Any] | None], when: str) -> list[tuple[str, str]]:
-    """What the ranks have logged in this phase, as pytest has captured it."""
+    """The log records of the ranks in this phase, as pytest has captured them."""
     sections = []
     for rank, answer in enumerate(answers):
         if answer is None or answer[0] != "value":

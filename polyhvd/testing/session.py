@@ -52,7 +52,7 @@ class TestCall:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a test on one rank: ``passed``, ``skipped``, ``xfailed``, ``xpassed`` or ``failed``."""
+    """The outcome of a test on one rank: ``passed``, ``skipped``, ``xfailed``, ``xpassed`` or ``failed``."""
 
     kind: str
     text: str = ""
@@ -96,7 +96,7 @@ class _OnRanks:
 
 
 class _Session:
-    """What a rank keeps from test to test."""
+    """The state that a rank keeps from test to test."""
 
     def __init__(self, setup: Setup) -> None:
         rank = current.world().placement.rank

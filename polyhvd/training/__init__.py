@@ -1,1 +1,1 @@
-"""What an optimizer does, once for all frameworks."""
+"""The distributed optimizer's logic, once for all frameworks."""

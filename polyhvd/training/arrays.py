@@ -1,4 +1,4 @@
-"""What frameworks have in common whose tensors are plain arrays: NumPy, CuPy."""
+"""Common code of frameworks whose tensors are plain arrays: NumPy, CuPy."""
 
 from __future__ import annotations
 

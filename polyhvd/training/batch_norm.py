@@ -30,7 +30,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchArrays(Generic[T]):
-    """What the arithmetic needs of a framework, besides operators.
+    """The operations that the arithmetic needs of a framework, besides operators.
 
     Args:
         total: the sum over the first axis.
@@ -112,7 +112,7 @@ class BatchNormProtocol(Generic[T]):
         return -scale * of_output, of_product * scale * inverse * inverse * -0.5
 
     def by_values(self, by_mean: Any, by_variance: Any, count: Any) -> tuple[Any, Any]:
-        """What the statistics contribute to the derivative by each value x of the joined batch.
+        """The contribution of the statistics to the derivative by each value x of the joined batch.
 
         Args:
             by_mean, by_variance: derivatives of the sum of all ranks' losses.

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Compressor(Protocol):
-    """What ``compression=`` takes: Horovod's interface, without state."""
+    """The interface of ``compression=``: Horovod's, without state."""
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """The tensor to send, and what ``decompress`` needs to know."""
@@ -139,7 +139,7 @@ class KeyedCompressor(ABC):
 
     @abstractmethod
     def compress(self, tensor: Any, key: str) -> tuple[Any, Any]:
-        """What to send instead of a gradient.
+        """Compress a gradient; return the tensor to send.
 
         Args:
             tensor: the gradient; it may be changed, and returned.
@@ -164,7 +164,7 @@ class KeyedCompressor(ABC):
         self.state.replace({})
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept, by key, to be saved on each rank: it differs between ranks.
+        """The state by key, to be saved on each rank: it differs between ranks.
 
         Tensors are not copied; of TensorFlow they are NumPy arrays.
         """
@@ -198,7 +198,7 @@ class KeyedCompressor(ABC):
         self.hold(make_state)
 
     def for_operation(self, name: str | None) -> Compressor:
-        """What a verb compresses a tensor with.
+        """The compressor of one tensor, for a verb.
 
         Args:
             name: of the operation; of a tensor in a group, with its position, such as ``"losses.0"``.
@@ -283,7 +283,7 @@ class Compression:
 
 
 def compressor_of(compression: AnyCompressor) -> Compressor | KeyedCompressor:
-    """What was passed, of a class of :class:`KeyedCompressor` an instance.
+    """The given compressor; of a class of :class:`KeyedCompressor` an instance.
 
     Raises:
         InvalidArgumentError: the class cannot be made without arguments.

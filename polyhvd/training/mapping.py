@@ -62,7 +62,7 @@ class Weight:
 
     @property
     def form(self) -> tuple[str, tuple[int, ...], str, bool]:
-        """What ranks agree on: role, common shape, dtype, and whether it is trainable."""
+        """The properties that ranks agree on: role, common shape, dtype, and whether it is trainable."""
         return self.role, self.layout.common_shape, self.dtype, self.trainable
 
 
@@ -75,7 +75,7 @@ class Mapped:
 
 
 class WeightMapping:
-    """What :func:`polyhvd.parity.mapping` makes. Optimizers take it as ``mapping``.
+    """The result of :func:`polyhvd.parity.mapping`. Optimizers take it as ``mapping``.
 
     Args:
         framework: whose weights these are.
@@ -117,7 +117,7 @@ class WeightMapping:
             )
 
     def by_source(self, identity: Callable[[Any], Any]) -> dict[Any, Mapped]:
-        """What is known of the gradients of the weights that are trained, which are numbered in order.
+        """The known facts about gradients of the trained weights, which are numbered in order.
 
         Args:
             identity: of a source; the same for an object and its wrapper.

@@ -27,7 +27,7 @@ GRADIENT_OPS = (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Options:
-    """What a distributed optimizer, trainer or tape was asked to do, valid from the beginning.
+    """The validated options of a distributed optimizer, trainer or tape.
 
     The fields are documented, for users, in polyhvd/collectives/table/options.py. An optimizer takes those
     that its framework has, and leaves the others at their defaults.
@@ -93,17 +93,17 @@ class Options:
 
     @property
     def prescale_factor(self) -> float:
-        """What gradients are multiplied by before the sum."""
+        """The factor of gradients before the sum."""
         return 1.0 / self.gradient_predivide_factor
 
     @property
     def postscale_factor(self) -> float:
-        """What the sum is multiplied by, besides the division of an average."""
+        """The factor of the sum, besides the division of an average."""
         return self.gradient_predivide_factor
 
     @property
     def passes_factor(self) -> float:
-        """What the sum of several passes is multiplied by."""
+        """The factor of the sum of several passes."""
         return 1.0 / self.backward_passes_per_step if self.average_aggregated_gradients else 1.0
 
     @property

@@ -13,7 +13,7 @@ __all__ = ["CountedPasses", "drop_passes", "passes_held", "register"]
 
 
 class CountedPasses(Protocol):
-    """What counts the passes of an optimizer."""
+    """Counts the passes of an optimizer."""
 
     def passes_held(self) -> int:
         """How many passes an update takes at most, while it has not used some of them; else 0."""

@@ -312,7 +312,7 @@ class GradientReducer(Generic[T]):
     # Over frameworks --------------------------------------------------------------
 
     def _of_source(self, key: Any, source: Any) -> Mapped:
-        """What the mapping knows of the gradient of a source."""
+        """The mapping's entry for the gradient of a source."""
         found = self._mapped.get(self.exchange.identity(source))
         if found is None:
             raise InvalidArgumentError(
@@ -370,7 +370,7 @@ class GradientReducer(Generic[T]):
         return -key if isinstance(key, int) and not self.exchange.whole_steps else 0
 
     def _operations(self, keys: list[Any], sources: Sequence[Any] | None) -> list[tuple[str, list[Any]]]:
-        """What is reduced together, by what its name ends in."""
+        """The gradients that are reduced together, by the suffix of its name."""
         whole = self.exchange.whole_steps
         if not keys:
             return []

@@ -49,7 +49,7 @@ functions do is in polyhvd/collectives/functions.py, and in functions.py for wha
 
 from __future__ import annotations
 '''
-HEADER_OF_WRAPPERS = '''"""What makes optimizers and tapes of {title} reduce, with Horovod's signatures.
+HEADER_OF_WRAPPERS = '''"""Distributed optimizers and tapes of {title}, with Horovod's signatures.
 
 Made by ``make verbs`` from polyhvd/collectives/table and from signatures.py: change these instead.
 """

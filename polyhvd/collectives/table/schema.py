@@ -34,7 +34,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Family:
-    """What the forms of one collective have in common.
+    """The common fields of all forms of one collective.
 
     Args:
         name: of the collective.

@@ -60,7 +60,7 @@ typedef struct polyhvd_submission {
   //
   // `event`: the caller has recorded it after the work that makes the inputs. Nothing reads them
   // before the device has reached it, and no thread waits for that: submit() returns at once.
-  // The caller neither destroys nor records it anew before done(). Null: an event of the core's
+  // The caller neither destroys nor records it again before done(). Null: an event of the core's
   // is recorded on `stream` in submit(), after all that the stream was given by then.
   //
   // `stream`: whose work uses the outputs; null: the device's default stream. Before done() says

@@ -140,7 +140,7 @@ class Operation {
 
   // Whether nothing touches the tensors any more.
   bool is_over() const { return is_finished() && (!arrived || arrived->reached()); }
-  // The opposite, where nobody could hear of a failure: then nothing does, either.
+  // The opposite, where no caller could be notified of a failure: then nothing fails, either.
   bool may_be_touched() const noexcept {
     try {
       return !is_over();

@@ -112,7 +112,7 @@ struct Definition {
 // Operations that run as one: several of one kind, see fusion.h, or a single entry.
 struct Batch {
   std::vector<CacheId> ids;
-  std::vector<Turn> turns{};  // of those that have one, 0 for others; none: nobody has
+  std::vector<Turn> turns{};  // of those that have one, 0 for others; empty: none has
   Turn turn(std::size_t i) const noexcept { return turns.empty() ? 0 : turns[i]; }
 };
 

@@ -2,7 +2,7 @@
 // lets one stand for all: what the first step of a job costs does not grow with the
 // ranks. Part of a relay. Pure.
 //
-// It does so for the first round of a name only. A name that is asked for anew was
+// It does so for the first round of a name only. A name that is requested again was
 // evicted, and some of its round may have gone up as hits: which ranks are still to come is
 // not known here.
 #pragma once

@@ -461,7 +461,7 @@ void Engine::fail(const Error& error) noexcept {
   for (const OperationPtr& operation : queue_.close(error)) {
     complete(operation, error_for(operation->submission, error));
   }
-  // Nobody waits for a disk.
+  // No operation waits for a disk.
   flight_.put_down(std::move(states), kind_of(error.code).is_consequence);
 }
 

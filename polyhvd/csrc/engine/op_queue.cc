@@ -270,7 +270,7 @@ OperationPtr OpQueue::submit(Submission&& submission, const std::function<std::s
   }
   claim_memory(*operation);
   if (s.turn == kNextTurn) number(s);
-  // Somebody may have given another operation the very name; it waits for that one.
+  // Another operation may have the same name; this one waits for it.
   if (s.turn != 0) it = in_flight_.find(Key{s.process_set, s.name});
   submitted_.fetch_add(1, std::memory_order_relaxed);
   recorder_.on_submit(*operation);

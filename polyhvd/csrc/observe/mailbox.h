@@ -48,8 +48,8 @@ class Mailbox {
   std::string remarked();
 
   // The program's side. Blocks until there is something to take; false once closed
-  // and empty. Called without the program's lock, take_line() with it: what nobody
-  // can take yet stays here.
+  // and empty. Called without the program's lock, take_line() with it: lines that no caller
+  // can take yet stay here.
   bool wait();
   std::optional<Line> take_line();
   std::optional<StepSample> take_sample();

@@ -1,4 +1,4 @@
-"""What has become of horovodrun's options: opposites, those without effect, and the table of all.
+"""horovodrun's options here: opposites, those without effect, and the table of all.
 
 ``python -m polyhvd.launch.cli.horovodrun`` prints the table that stands in docs/migrating-from-horovod.md.
 """

@@ -289,7 +289,7 @@ def _allocation(programs: list[argparse.Namespace]) -> Allocation | None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What single options cannot see; raises ValueError."""
+    """Check combinations of options; raises ValueError."""
     if options.start_timeout is not None and not 0 < options.start_timeout < float("inf"):
         raise ValueError(f"--start-timeout {options.start_timeout:g}: must be above 0")
     if not 0 <= options.term_grace_s < float("inf"):

@@ -415,7 +415,7 @@ def is_one_of_several(options: argparse.Namespace) -> bool:
 
 
 def take_ranks_per_node(programs: list[argparse.Namespace]) -> None:
-    """What --nproc-per-node means to one polyhvdrun that starts all ranks: slots of each host, as torchrun's.
+    """Slots of each host for --nproc-per-node, where one polyhvdrun starts all ranks; as torchrun's.
 
     Raises:
         ValueError: another option contradicts it.
@@ -436,7 +436,7 @@ def take_ranks_per_node(programs: list[argparse.Namespace]) -> None:
 
 
 def interface_of(options: argparse.Namespace) -> str:
-    """What --network-interface names, as POLYHVD_GLOO_IFACE has it."""
+    """The value of --network-interface, in the form of POLYHVD_GLOO_IFACE."""
     return ",".join(options.network_interface or ())
 
 

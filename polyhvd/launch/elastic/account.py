@@ -58,7 +58,7 @@ class Account:
         return self._prints_at if is_due else float("inf")
 
     def situation(self, late: Set[str], step_s: float | None, now: float) -> Situation:
-        """What the job does now.
+        """The current state of the job.
 
         Args:
             late: hosts whose agents have not answered.

@@ -119,7 +119,7 @@ class HostDiscoveryScript:
         return {host.name: host.slots for host in hosts}
 
     def _output(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-        """What it prints until it ends; raises OSError where that takes too long or is too much."""
+        """The output of the script until it ends; raises OSError if it takes too long or prints too much."""
         until = time.monotonic() + self._timeout_s
         printed = {process.stdout: bytearray(), process.stderr: bytearray()}
         with selectors.DefaultSelector() as selector:

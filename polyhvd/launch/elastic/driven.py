@@ -26,7 +26,7 @@ HEARTBEAT_TIMEOUT_S = 4.0
 
 @dataclass(frozen=True)
 class Elastic:
-    """What makes a job elastic."""
+    """The settings of an elastic job."""
 
     limits: Limits
     hosts: list[Host]  #: at the beginning

@@ -114,7 +114,7 @@ class Driver:
         return self._membership.over
 
     def summary(self, *, failed: bool) -> str:
-        """What to print at the end; empty: nothing."""
+        """The text to print at the end; empty: nothing."""
         if self._resumable:
             return f"status {RESUME_STATUS}: run the job again, to resume from its checkpoint"
         lost = 0 if failed else self._membership.replaced
@@ -313,7 +313,7 @@ class Driver:
         return f"process {member} ({place}) on {self._membership.host_of(member)}"
 
     def situation(self, running: Set[int], late: Mapping[str, float], now: float) -> Situation:
-        """What the job does; see :meth:`polyhvd.launch.job.ranks.Ranks.situation`."""
+        """The current state of the job; see :meth:`polyhvd.launch.job.ranks.Ranks.situation`."""
         return self._account.situation(late.keys(), self._slow.step_s, now)
 
     def obey(self, request: Request, now: float) -> None:

@@ -62,7 +62,7 @@ _SSH = (
     (
         r"Permission denied \(|Too many authentication failures",
         "key",
-        "have the host accept your key (ssh-copy-id), or name it with -i; nobody can type a password here",
+        "have the host accept your key (ssh-copy-id), or name it with -i; no password can be typed here",
     ),
     (r"timed out|no answer within", "no answer", "is the host up, or a firewall in the way?"),
     (r"Connection (closed|reset)|kex_exchange", "ssh cut off", "see the log of sshd there"),

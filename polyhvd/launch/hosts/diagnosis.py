@@ -1,4 +1,4 @@
-"""What the doctor's findings mean: problems with their cures, tables for people, and JSON for programs. Pure.
+"""Turns the doctor's findings into problems with their cures, tables for people, and JSON. Pure.
 
 docs/doctor.md describes the JSON; what it says stays, and ``schema`` grows when it cannot.
 """
@@ -91,7 +91,7 @@ def _same_machines(hosts: Sequence[HostFindings]) -> list[Problem]:
 
 
 def _disagreements(hosts: Sequence[HostFindings]) -> list[Problem]:
-    """What is installed in several versions; a row names all hosts with theirs."""
+    """Packages that hosts have in different versions; a row lists all hosts with theirs."""
     asked = [host for host in hosts if host.facts and not host.facts["packages_problem"]]
     names = dict.fromkeys(name for host in asked for name in host.facts["packages"])
     found = []

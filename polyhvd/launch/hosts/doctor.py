@@ -22,7 +22,7 @@ _RAY_S = 30.0
 
 
 def report() -> list[str]:
-    """What was found on this host, as lines of text."""
+    """The findings on this host, as lines of text."""
     return _examine_here()[0]
 
 

@@ -1,4 +1,4 @@
-"""What a host says about itself before ranks are started there: a program that an agent runs.
+"""Facts about a host before ranks are started there: a program that an agent runs.
 
 It goes to the host as text, so it uses the standard library alone, and nothing newer than Python 3.8. It
 judges nothing: what is good enough :mod:`polyhvd.launch.hosts.checks` decides, where all hosts are known.

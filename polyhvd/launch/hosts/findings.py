@@ -1,4 +1,4 @@
-"""What the doctor wants to know of a host: a program that an agent runs, or the doctor itself where it is.
+"""Facts about a host for the doctor: a program that an agent runs, or the doctor itself where it is.
 
 It goes to the host as text, so it uses the standard library alone, and nothing newer than Python 3.8. It
 judges nothing; that is for :mod:`polyhvd.launch.hosts.diagnosis`.

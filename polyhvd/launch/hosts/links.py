@@ -90,7 +90,7 @@ def _attend(connection: socket.socket, secret: bytes, room: threading.Semaphore)
 def _measure(
     target: dict[str, Any], secret: bytes, seconds: float, most: int, timeout_s: float
 ) -> dict[str, Any]:
-    """What the way to one server is like; a dictionary of JSON."""
+    """Properties of the connection to one server; a dictionary of JSON."""
     link: dict[str, Any] = {"to": target["to"], "reached": False, "tried": []}
     ports = {address: port for address, port in target["listening"]}
     order = nearest_first(ports, own_addresses())

@@ -41,7 +41,7 @@ _TICK_S = 1.0
 
 @dataclass
 class HostFindings:
-    """What was found of a host."""
+    """The findings on a host."""
 
     name: str
     problems: list[Problem] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Survey:
     # The parts
 
     def _check(self) -> None:
-        """What polyhvdrun would look at before it starts a job."""
+        """Make the checks that polyhvdrun makes before it starts a job."""
         deadline = time.monotonic() + self._options.timeout_s
         while self._checks.pending:
             self._turn(deadline, self._checks.take)
@@ -283,6 +283,6 @@ class Survey:
 
 
 def here(packages: Mapping[str, Sequence[str]]) -> HostFindings:
-    """What the same program finds on this host, without an agent."""
+    """The findings of the same program on this host, without an agent."""
     facts = host_findings.survey({name: list(of) for name, of in packages.items()}, dict(os.environ))
     return HostFindings(str(facts["hostname"]), facts=facts, clock=(0.0, 0.0))

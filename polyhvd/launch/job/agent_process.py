@@ -123,7 +123,7 @@ class AgentStreams:
         return True
 
     def _unpacked(self, data: bytes) -> bytes:
-        """What the agent has sent, of bytes as they have come."""
+        """Messages that the agent has sent, decoded from received bytes."""
         return data
 
     def _write(self, data: bytes) -> None:

@@ -28,7 +28,7 @@ run()
 
 
 def agent_source() -> bytes:
-    """What Python has to run: the modules of the agent, each under its own name."""
+    """The code for Python to run: the modules of the agent, each under its own name."""
     text = _text(agent)
     run = f"exec(compile({text!r}, 'polyhvd-agent', 'exec'), {{'__name__': '__main__'}})\n"
     return (_modules([processes]) + run).encode()
@@ -41,12 +41,12 @@ def agent_code() -> bytes:
 
 
 def code_reader(code_bytes: int) -> str:
-    """What :func:`reader` is for a source, for :func:`agent_code`'s result."""
+    """The function of :func:`reader`, for a source that is the result of :func:`agent_code`."""
     return _CODE_READER.format(size=code_bytes)
 
 
 def examination(modules: Sequence[ModuleType], request: dict[str, Any]) -> bytes:
-    """What an agent has to run for an EXAMINE: ``main(request)`` of the last of these modules.
+    """The code that an agent runs for an EXAMINE: ``main(request)`` of the last of these modules.
 
     Args:
         modules: each after those that it imports. They use the standard library alone, of Python 3.8.

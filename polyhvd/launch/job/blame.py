@@ -180,7 +180,7 @@ def _starts(lines: Sequence[bytes]) -> list[int]:
 
 
 def _below(lines: Sequence[bytes], start: int) -> Sequence[bytes]:
-    """What follows the heading of a traceback; what stands for one has none."""
+    """The text after the heading of a traceback; a text that stands for one has no heading."""
     return lines[start + (not _LINE.match(lines[start])) :]
 
 

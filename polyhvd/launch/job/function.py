@@ -88,7 +88,7 @@ def run_function(
     ssh_port: int | None,
     ssh_identity_file: str | None,
 ) -> list[Any]:
-    """What :func:`polyhvd.run` does, with everything given."""
+    """:func:`polyhvd.run`, with all arguments given."""
     if hosts and hostfile:
         raise HostsError("give hosts or hostfile, not both")
     start_timeout_s, term_grace_s = min(start_timeout_s, _SECONDS_MAX), min(term_grace_s, _SECONDS_MAX)
@@ -265,7 +265,7 @@ def _pump(pipe: IO[bytes], output: TextIO) -> None:
 def _elastic(
     given: Mapping[str, Any], np: int | None, slots: int | None, hosts: list[Host], hostfile: str | None
 ) -> Elastic:
-    """What makes the job elastic, as polyhvdrun would read it from its options."""
+    """The settings of an elastic job, as polyhvdrun would read them from its options."""
     from polyhvd.launch.cli.elastic_options import elastic_of  # no other job needs it
     from polyhvd.launch.cli.options import make_parser
 
@@ -413,7 +413,7 @@ def _call(launched: Launched) -> None:
 
 
 def _number(launched: Launched) -> int:
-    """What the launcher calls this process: its rank, or its number in an elastic job."""
+    """The launcher's name for this process: its rank, or its number in an elastic job."""
     return launched.rank if launched.member is None else launched.member
 
 

@@ -109,7 +109,7 @@ class Output:
         return state
 
     def _of(self, rank: int) -> _Rank:
-        """What is known of a rank; of one that was forgotten, which writes on, nothing."""
+        """The record of a rank; an empty one for a rank that was forgotten and still writes."""
         if rank not in self._ranks:
             self._add(rank, "ab")
             self._end(rank)
@@ -259,7 +259,7 @@ class Output:
                 pass
             except OSError as error:
                 self._closed.add(stream)
-                if stream == STDOUT and error.errno != errno.EPIPE:  # else nobody reads any more
+                if stream == STDOUT and error.errno != errno.EPIPE:  # else there is no reader any more
                     self.report(
                         f"cannot write standard output: {error.strerror}; the job continues without it"
                     )
@@ -305,7 +305,7 @@ def await_reader(descriptor: int) -> bool:
 
 
 def _shown(line: bytes) -> bytes:
-    """What a terminal would show of a line with carriage returns."""
+    """The text that a terminal would show for a line with carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

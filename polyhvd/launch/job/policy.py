@@ -1,4 +1,4 @@
-"""What follows when a rank of a job ends: a policy decides, the job carries it out. Pure.
+"""Policies for the end of a rank: a policy decides, the job carries it out. Pure.
 
 A policy starts nothing, signals nothing and reads no clock, so that lists of endings test it.
 """
@@ -47,7 +47,7 @@ Decision = GoOn | StopOthers | StartReplacement
 
 
 class FailurePolicy(Protocol):
-    """What a job asks when one of its ranks has ended by itself."""
+    """A policy. A job calls it when one of its ranks has ended by itself."""
 
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
         """Say what follows.

@@ -101,7 +101,7 @@ def argv_of(programs: Sequence[Program], ranks: Sequence[int]) -> list[str]:
 def rank_environment(
     programs: Sequence[Program], item: Placement, host: str, *, knows_rank: bool = True
 ) -> dict[str, str]:
-    """What a rank's own environment has besides that of all: its place, and what its program was given.
+    """The environment variables of one rank besides those of all: its place, and its program's settings.
 
     Args:
         programs: of the job, where there are several.

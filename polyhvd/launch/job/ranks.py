@@ -1,4 +1,4 @@
-"""What a job's loop runs: the ranks of a fixed job, or those of an elastic one, which has a driver."""
+"""The ranks in a job's loop: those of a fixed job, or those of an elastic one, which has a driver."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["FixedRanks", "Ranks", "ranks_of"]
 
 
 class Ranks(Protocol):
-    """What the loop asks of them."""
+    """The interface that the loop calls."""
 
     @property
     def noun(self) -> str:
-        """What messages call one of them."""
+        """The noun for one of them in messages."""
 
     @property
     def renews(self) -> bool:
@@ -41,7 +41,7 @@ class Ranks(Protocol):
 
     @property
     def observe(self) -> Callable[[str, int, bytes], None] | None:
-        """What to call with each entry of the rendezvous: scope, number and value."""
+        """A function to call with each entry of the rendezvous: scope, number and value."""
 
     def begin(self, job: DrivenJob, now: float) -> None:
         """All that is placed was started."""
@@ -68,7 +68,7 @@ class Ranks(Protocol):
         """A command has sent a request other than for the status; it is to be answered and closed."""
 
     def situation(self, running: Set[int], late: Mapping[str, float], now: float) -> situation.Situation:
-        """What the job does.
+        """The current state of the job.
 
         Args:
             running: those that have not ended.

@@ -1,4 +1,4 @@
-"""What a job does at one time, as ``polyhvd status`` shows it. Pure."""
+"""The state of a job at one time, as ``polyhvd status`` shows it. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SlotSituation:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         rank = "" if self.rank is None else f"rank {self.rank}"
         if self.process is None:
             return f"{rank or f'slot {self.slot}'} on {self.host}"
@@ -120,7 +120,7 @@ def ending(found: Situation, running: Set[int], reason: str, since: float | None
 
 
 def answers(found: Situation, job: Mapping[str, Any], now: float, wall: float) -> list[dict[str, Any]]:
-    """What is sent for a situation: a head, its lists in parts, and an end.
+    """The messages that carry a situation: a head, its lists in parts, and an end.
 
     Args:
         found: the situation.

@@ -1,4 +1,4 @@
-"""What a job is: the program, the hosts, and what to do in which case."""
+"""The description of a job: the program, the hosts, and what to do in which case."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["JobSpec", "address_of", "working_directory"]
 
 @dataclass
 class JobSpec:
-    """What to run and where."""
+    """The program to run, and the hosts."""
 
     argv: list[str]
     hosts: list[Host]
@@ -103,7 +103,7 @@ class JobSpec:
         inherited: Mapping[str, str],
         variables: Mapping[str, str],
     ) -> dict[str, Any]:
-        """What an agent has to start, see :class:`polyhvd.launch.providers.starting.HostAgent`.
+        """The processes that an agent has to start, see :class:`polyhvd.launch.providers.starting.HostAgent`.
 
         Args:
             ranks: each with what its environment has of its own.

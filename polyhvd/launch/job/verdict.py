@@ -1,4 +1,4 @@
-"""What a job keeps of the ends of its ranks, and its exit status. Pure."""
+"""The record of how a job's ranks have ended, and the exit status that follows. Pure."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Verdict:
         return next((128 + number for number in signals), 0)
 
     def lines(self) -> list[str]:
-        """What to print of the failures after :meth:`conclude`; the last line is the cause."""
+        """The report of the failures after :meth:`conclude`; the last line is the cause."""
         if self.cause is None:
             return []
         meanwhile = [item for item in self._meanwhile if item.rank != self.cause.rank]

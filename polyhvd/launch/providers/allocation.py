@@ -33,7 +33,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a batch system has given a job."""
+    """The resources that a batch system has given a job."""
 
     allocator: Allocator
     job: str  # its number
@@ -41,7 +41,7 @@ class Allocation:
     seen: str  # the variables with their values, for messages
     more: str  # how a user gets more slots
     here: str = ""  # this host, as the list names it; empty: the list need not have it
-    restarts: int = 0  # how often the batch system has started the job anew
+    restarts: int = 0  # how often the batch system has restarted the job
 
     def __str__(self) -> str:
         listed = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)

@@ -57,7 +57,7 @@ def choose(found: list[Seen]) -> Seen | None:
 
 
 def explain(found: list[Seen]) -> list[str]:
-    """What :func:`choose` will do, in lines for users."""
+    """The decision of :func:`choose`, in lines for users."""
     try:
         choose(found)
     except ConfigError as error:

@@ -18,7 +18,7 @@ _BY_MPI = "start the ranks with MPI's `mpirun -np {n} python ...`, whose library
 
 @dataclass(frozen=True)
 class Foreign:
-    """What shows that this process is one of several, and how they would become the ranks of a job."""
+    """A sign that this process is one of several, and how they would become the ranks of a job."""
 
     launcher: str
     seen: str  # the variables with their values

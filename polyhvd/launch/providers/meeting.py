@@ -220,7 +220,7 @@ class MeetingProvider(ABC):
         )
 
     def _unfound(self, claim: Claim) -> str:
-        """What else may be the reason that rank 0 was not found, to end a sentence."""
+        """Other possible reasons why rank 0 was not found, to end a sentence."""
         return ""
 
 

@@ -60,7 +60,7 @@ def counts(text: str) -> list[int]:
 
 
 def _items(text: str) -> Iterator[str]:
-    """What stands between commas that are not within brackets."""
+    """The parts between commas that are not within brackets."""
     item, depth = "", 0
     for character in text:
         depth += (character == "[") - (character == "]")

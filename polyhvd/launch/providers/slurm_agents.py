@@ -149,7 +149,7 @@ def srun_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def gpus_of_hosts(environ: Mapping[str, str], hosts: Sequence[Host]) -> dict[str, str]:
-    """What ``--gpus-per-node`` says for an agent, where the job was asked for with ``--gpus-per-task``.
+    """The value of ``--gpus-per-node`` for an agent, where the job was asked for with ``--gpus-per-task``.
 
     The step of one task would otherwise have the GPUs of one rank. Asked for in other ways, all GPUs that the
     job has on a host are its step's.

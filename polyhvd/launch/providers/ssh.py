@@ -83,5 +83,5 @@ def ssh_command(host: str, ssh: SshOptions, source_bytes: int) -> list[str]:
 
 
 def forwarded_environment() -> dict[str, str]:
-    """What ranks on other hosts get of the launcher's environment."""
+    """The variables of the launcher's environment that ranks on other hosts get."""
     return {name: value for name, value in os.environ.items() if not _NOT_FORWARDED.fullmatch(name)}

@@ -44,7 +44,7 @@ class HostAgent(Protocol):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What its ranks get of the launcher's environment; the agent's own is theirs anyway."""
+        """Variables of the launcher's environment that its ranks get; they have the agent's own anyway."""
 
     def start(self, job: dict[str, Any]) -> None:
         """Have it start ranks, once it answers.

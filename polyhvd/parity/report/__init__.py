@@ -1,4 +1,4 @@
-"""What ``polyhvd parity`` writes: a value that all reports are made of, and each form in a file."""
+"""The reports of ``polyhvd parity``: one value that all are made of, and a file for each form."""
 
 from __future__ import annotations
 

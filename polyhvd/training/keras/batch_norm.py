@@ -1,4 +1,4 @@
-"""What a batch normalization over ranks has in every Keras: its arguments, and which ranks are meant."""
+"""Synchronized batch normalization in every Keras: its arguments, and which ranks are meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callbacks of Keras do that needs no tensors, without their base class: there are several Keras."""
+"""Callbacks of Keras as far as they need no tensors, without their base class: there are several Keras."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class BroadcastGlobalVariables(abc.ABC):
 
     @abc.abstractmethod
     def _reference(self, variable: Any) -> Any:
-        """What a variable and its wrappers have in common."""
+        """The same object for a variable and its wrappers."""
 
     @abc.abstractmethod
     def _send(self, variables: Sequence[Any]) -> None:
@@ -218,7 +218,7 @@ class MetricAverage(abc.ABC):
 
     @abc.abstractmethod
     def _reference(self, variable: Any) -> Any:
-        """What a variable and its wrappers have in common."""
+        """The same object for a variable and its wrappers."""
 
     @abc.abstractmethod
     def _accept_device(self, device: str) -> None:
@@ -433,7 +433,7 @@ class BestModel:
 
 
 def _reducer_of(optimizer: Any) -> Any:
-    """What reduces the gradients of an optimizer, or of the one that it scales losses for; None: nothing."""
+    """The reducer of an optimizer, or of the one that it scales losses for; None: there is none."""
     both: list[Any] = [optimizer, getattr(optimizer, "inner_optimizer", None)]
     return next((each._polyhvd for each in both if is_distributed(each)), None)
 

@@ -1,4 +1,4 @@
-"""What wrapping an optimizer of Keras takes on any of its backends: no tensors are touched here."""
+"""Wraps an optimizer of Keras on any of its backends: no tensors are touched here."""
 
 from __future__ import annotations
 

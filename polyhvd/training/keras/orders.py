@@ -86,7 +86,7 @@ def _name_of(operation: Any) -> str:
 
 
 def _graph_of(layer: Any) -> Any:
-    """What has the nodes of a model that is a graph; None: it is something else."""
+    """The object that has the nodes of a model that is a graph; None: it is no graph."""
     layer = getattr(layer, "_functional", None) or layer
     return layer if getattr(layer, "_nodes_by_depth", None) else None
 
@@ -193,7 +193,7 @@ class Orders:
                 self._follow(flow)
 
     def of(self, layer: Any) -> Order | None:
-        """What a layer is given; None: it is in no graph."""
+        """The inputs of a layer; None: it is in no graph."""
         return self._given.get(id(layer))
 
     def units_of(self, layer: Any) -> Shape | None:
@@ -215,7 +215,7 @@ class Orders:
                 orders[number] = order
 
     def _note(self, operation: Any, given: Sequence[Order]) -> None:
-        """What a layer, and those within it, are given."""
+        """The inputs of a layer, and of those within it."""
         if not given:
             return
         waiting, seen = [operation], set[int]()

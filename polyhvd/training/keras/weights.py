@@ -267,7 +267,7 @@ def _inputs_of(model: Any) -> list[tuple[tuple[Any, ...], str]]:
 
 
 def outputs_of(model: Any, inputs: Sequence[Any]) -> tuple[Any, bool]:
-    """What a model makes of arrays of NumPy, not as in training: an array, or a list of them.
+    """Apply a model to arrays of NumPy, not in training mode; return an array, or a list of them.
 
     Args:
         model: that is run once.
@@ -369,7 +369,7 @@ _STATES = {
 
 
 def states_of(optimizer: Any, source: Any) -> dict[str, Any]:
-    """What an optimizer keeps for a variable, as arrays: "momentum" and "second moment"."""
+    """The state that an optimizer keeps for a variable, as arrays: "momentum" and "second moment"."""
     trained = getattr(optimizer, "_trainable_variables", [])
     place = next((i for i, variable in enumerate(trained) if variable is source), None)
     found: dict[str, Any] = {}
@@ -381,7 +381,7 @@ def states_of(optimizer: Any, source: Any) -> dict[str, Any]:
 
 
 def batch_norm_of(layer: Any) -> tuple[float, bool] | None:
-    """What a layer keeps of its running statistics in a step, and that its variance is the batch's own."""
+    """How a layer updates its running statistics in a step; its variance is the batch's, uncorrected."""
     if not is_a(layer, "BatchNormalization") or not hasattr(layer, "moving_variance"):
         return None
     return float(layer.momentum), False
