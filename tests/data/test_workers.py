@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import DEADLINE_S, ROOT, wait_until
 from PIL import Image
+from ranks_alive import is_running
 
 from polyhvd.data import DataError, ParquetLoader, write_parquet
 from polyhvd.data.handover import receive, send
@@ -66,13 +67,6 @@ def children() -> set[int]:
         if int(status[1]) == os.getpid() and status[0] != "Z":
             found.add(int(stat.parent.name))
     return found
-
-
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "harness"))
 import netns  # noqa: E402
 import sshd  # noqa: E402
+from ranks_alive import is_running  # noqa: E402
 
 JOB = str(Path(__file__).with_name("soak_job.py"))
 PHASES = ("starts", "waits for a place", "meets", "in a step", "commits", "is done", "in the prologue")
@@ -227,7 +228,7 @@ class Job:
     def members(self) -> dict[int, Any]:
         """Rows of the table of those that live."""
         used = np.flatnonzero(self.table[:, 0])
-        return {int(m): self.table[m].copy() for m in used if is_alive(int(self.table[m, 0]))}
+        return {int(m): self.table[m].copy() for m in used if is_running(int(self.table[m, 0]))}
 
     def world(self, members: dict[int, Any]) -> list[int]:
         """The members of the last generation that has made a step, by rank."""
@@ -335,7 +336,7 @@ class Job:
 
         def has_ended() -> bool:
             self._make_steps(0.05)
-            return not any(map(is_alive, [agent, *below]))
+            return not any(map(is_running, [agent, *below]))
 
         self._wait_for(has_ended, f"the end of the agent {agent} and of its ranks")
         self.list_hosts({host: slots for host, slots in self.hosts.items() if host != name})
@@ -569,13 +570,6 @@ class Job:
             if later:
                 found.append(min(later) - kill.moment)
         return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
 
 
 def parent_of(pid: int) -> int:

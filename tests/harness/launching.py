@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from fork_servers import IMPORTS, ForkServers
+from ranks_alive import DEADLINE_S, is_running, wait_until
 
 from polyhvd.config import Launched, Settings
 from polyhvd.launch.providers.local import meet_as
@@ -24,7 +25,6 @@ from polyhvd.runtime import bootstrap
 from polyhvd.runtime.connections import Connections
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 120.0  # for liveness only
 _RANKS = 2  # at least, in every job
 
 RANK = "import os, sys, time, signal\nrank = int(os.environ['POLYHVD_RANK'])\n"
@@ -164,15 +164,6 @@ class Launcher:
                 self.err += data
 
 
-def alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-    return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-
-
 def below(pid: int) -> list[int]:
     """All living processes below one, parents before their children."""
     parents = {}
@@ -192,22 +183,13 @@ def below(pid: int) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Poll for something that happens in another process."""
-    deadline, pause_s = time.monotonic() + deadline_s, 0.001
-    while not condition():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.02)
-
-
 def assert_gone(pids: list[int]) -> None:
     """Fail, and clean up, unless all of these processes end soon."""
     try:
-        wait_until(lambda: not any(alive(pid) for pid in pids), f"the end of {pids}", 25.0)
+        wait_until(lambda: not any(is_running(pid) for pid in pids), f"the end of {pids}", 25.0)
     finally:
         for pid in pids:
-            if alive(pid):
+            if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
 
 

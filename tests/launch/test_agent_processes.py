@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from launching import DEADLINE_S, alive, assert_gone
+from launching import DEADLINE_S, assert_gone, is_running
 
 from polyhvd.launch.hosts.lists import Host
 from polyhvd.launch.job import agent
@@ -78,7 +78,7 @@ def test_rank_can_be_added_to_an_agent_that_runs(start: Callable[..., Watched]) 
     watched.start("import os; print(os.environ['RANK'])", 3)
     watched.wait(lambda: watched.statuses == {3: 0})
     assert (watched.agent.ranks, watched.written) == ([0], {0: b"up", 3: b"3\n"})
-    assert alive(watched.pids[0])
+    assert is_running(watched.pids[0])
     watched.agent.signal(signal.SIGTERM)
     watched.wait(lambda: watched.agent.ended)
     assert watched.statuses == {0: -signal.SIGTERM, 3: 0}
@@ -93,7 +93,7 @@ def test_strays_of_a_lost_agent_are_killed_and_those_of_others_are_not(start: Ca
         watched.wait(lambda watched=watched: watched.written == {0: b"up"})
     lost.agent.end_strays()
     assert_gone([lost.pids[0]])
-    assert alive(other.pids[0])
+    assert is_running(other.pids[0])
 
 
 def test_ranks_do_not_import_what_starts_them() -> None:

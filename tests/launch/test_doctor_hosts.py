@@ -16,7 +16,7 @@ from typing import Any
 import netns
 import pytest
 import sshd
-from launching import DEADLINE_S, ROOT, alive, below
+from launching import DEADLINE_S, ROOT, below, is_running
 
 from polyhvd.launch.hosts.checks import Problem
 from polyhvd.launch.hosts.diagnosis import as_json, problems_of, text
@@ -245,7 +245,7 @@ def test_kill_9_of_the_doctor_leaves_nothing_on_any_host(
         while "python" in _names(at):
             assert time.monotonic() < deadline + DEADLINE_S, _names(at)
             time.sleep(0.1)
-    assert not any(alive(pid) for pid in mine)
+    assert not any(is_running(pid) for pid in mine)
 
 
 def _names(at: netns.Namespace) -> str:

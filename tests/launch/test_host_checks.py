@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import sshd
-from launching import DEADLINE_S, ROOT, Launcher, alive, assert_gone, below
+from launching import DEADLINE_S, ROOT, Launcher, assert_gone, below, is_running
 
 import polyhvd
 from polyhvd.launch.hosts import facts as host_facts
@@ -231,7 +231,7 @@ def test_kill_9_of_the_launcher_during_the_checks_leaves_nothing(
     asked = wait_until_asked(tmp_path)
     assert launcher.process is not None
     everyone = [asked, *below(launcher.process.pid)]
-    assert alive(asked)
+    assert is_running(asked)
     launcher.signal(signal.SIGKILL)
     assert_gone(everyone)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import FAMILY, ROOT, WAITING, Launcher, alive, assert_gone, pids, wait_until
+from launching import FAMILY, ROOT, WAITING, Launcher, assert_gone, is_running, pids, wait_until
 
 #: Each rank has a semaphore that a spawned worker holds, too; its name is printed.
 SEMAPHORE = """
@@ -156,4 +156,4 @@ def test_kill_9_leaves_no_process_of_an_ordinary_user(launcher: Launcher, victim
 
 
 def _has_child_in(pid: int, processes: list[int]) -> bool:
-    return any(alive(other) and parent(other) == pid for other in processes)
+    return any(is_running(other) and parent(other) == pid for other in processes)

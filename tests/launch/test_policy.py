@@ -9,7 +9,7 @@ from collections.abc import Set
 from pathlib import Path
 
 import pytest
-from launching import RANK, Launcher, alive
+from launching import RANK, Launcher, is_running
 
 from polyhvd.launch.cli import main as cli
 from polyhvd.launch.cli.options import make_parser, parse
@@ -139,4 +139,4 @@ def test_replacement_that_cannot_be_started_ends_the_job_with_an_error(tmp_path:
     error = pytest.raises(NotImplementedError, match="rank 1: only an elastic job can replace its ranks")
     with contextlib.closing(output), Job(spec, output) as job, error:
         job.run()
-    assert not any(alive(int(os.readlink(tmp_path / name))) for name in "01")
+    assert not any(is_running(int(os.readlink(tmp_path / name))) for name in "01")

@@ -17,7 +17,7 @@ import netns
 import pytest
 from containers import Containers
 from joining import ROOT, SECRET, WORK, environment, free_port
-from launching import DEADLINE_S, RANK, alive, assert_gone, below, pids, wait_until
+from launching import DEADLINE_S, RANK, assert_gone, below, is_running, pids, wait_until
 
 from polyhvd.launch.job import control
 from polyhvd.launch.job.agent import HELLO, frame
@@ -124,7 +124,7 @@ def test_kill_9_of_a_container_s_polyhvdrun_leaves_nothing_anywhere(
 
 
 def test_stopped_polyhvdrun_is_given_up_by_the_other(containers: Callable[..., Containers]) -> None:
-    job = containers(2).start(SAVING, *QUICK, "--heartbeat-timeout-s", "1")
+    job = containers(2).start(SAVING, *QUICK, "--heartbeat-timeout-s", "3")
     ranks = pids(job.wait_for(b"pid ", 2))
     job.processes[0].send_signal(signal.SIGSTOP)
     wait_until(lambda: job.processes[1].poll() is not None, "the end of the other")
@@ -349,7 +349,7 @@ def test_nodes_of_two_hosts_that_are_cut_off_both_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SAVING)
     (tmp_path / "checkpoints").mkdir()
     with netns.two_hosts() as hosts:
-        common = ["--nnodes", "2", "--rdzv-endpoint", hosts[0].address, "--heartbeat-timeout-s", "1", *QUICK]
+        common = ["--nnodes", "2", "--rdzv-endpoint", hosts[0].address, "--heartbeat-timeout-s", "3", *QUICK]
         env = environment(POLYHVD_SECRET=SECRET, SAGEMAKER_BASE_DIR=str(tmp_path))
         processes = [
             host.popen(
@@ -374,4 +374,4 @@ def test_nodes_of_two_hosts_that_are_cut_off_both_end(tmp_path: Path) -> None:
         assert [process.returncode for process in processes] == [1, 1], errors
         assert all(b"nothing was received from" in err for err in errors)
         assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["saved0", "saved1"]
-        assert not any(map(alive, pids(seen)))
+        assert not any(map(is_running, pids(seen)))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import polyhvd.numpy as hvd
 import pytest
 import ray
 import ray.cloudpickle
+from ranks_alive import is_running, wait_until
 
 from polyhvd.data import ArrayLoader
 from polyhvd.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
@@ -50,19 +50,6 @@ def executor(least: int, most: int | None = None, **options: Any) -> ElasticRayE
     made = ElasticRayExecutor(settings)
     made.start()
     return made
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come true"
-        time.sleep(0.05)
-
-
-def is_alive(process: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 def once(path: Path) -> bool:
@@ -291,7 +278,7 @@ def test_an_exception_of_a_rank_ends_the_job(tmp_path: Path) -> None:
         executor(2, 2).run(lambda: fail(tmp_path, MineError("a bad row")))
     assert "in fail" in str(caught.value.__cause__)
     assert "process 1 on " in str(caught.value.__cause__)
-    wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
+    wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 
 @pytest.mark.nightly
@@ -327,7 +314,7 @@ def test_nodes_on_which_polyhvd_cannot_be_imported_end_the_job_at_once(cluster: 
 def test_a_job_that_changes_too_often_ends(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the world has changed 1 times, and reset_limit is 0"):
         executor(1, 2, reset_limit=0).run(lambda: train(tmp_path, [1]))
-    wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
+    wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 
 def test_shutdown_in_another_thread_ends_the_job(tmp_path: Path) -> None:
@@ -339,7 +326,7 @@ def test_shutdown_in_another_thread_ends_the_job(tmp_path: Path) -> None:
         time.sleep(600)
 
     def shut_down() -> None:
-        wait_until(lambda: len(started(tmp_path)) == 2, BUSY_S)
+        wait_until(lambda: len(started(tmp_path)) == 2, "two processes start", BUSY_S)
         made.shutdown()
 
     thread = threading.Thread(target=shut_down)
@@ -347,7 +334,7 @@ def test_shutdown_in_another_thread_ends_the_job(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"shutdown\(\) has been called"):
         made.run(hang)
     thread.join()
-    wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
+    wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 
 DRIVER = """
@@ -378,9 +365,9 @@ def test_processes_end_when_their_driver_is_killed_or_interrupted(
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", DRIVER, cluster, str(tmp_path)]) as driver:
         try:
-            wait_until(lambda: len(started(tmp_path)) == 2, BUSY_S)
+            wait_until(lambda: len(started(tmp_path)) == 2, "two processes start", BUSY_S)
             driver.send_signal(number)
-            wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
+            wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
         finally:
             driver.kill()
 

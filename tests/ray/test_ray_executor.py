@@ -19,6 +19,7 @@ import polyhvd.numpy as hvd
 import pytest
 import ray
 import ray.cloudpickle
+from ranks_alive import is_running, wait_until
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -65,19 +66,6 @@ def place() -> tuple[int, ...]:
 def total(value: float) -> list[float]:
     values: list[float] = hvd.allreduce(np.full(2, value + hvd.rank()), op=hvd.Sum).tolist()
     return values
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come true"
-        time.sleep(0.05)
-
-
-def is_alive(process: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 def test_ranks_on_two_nodes_are_consecutive_on_each_and_add_up() -> None:
@@ -228,7 +216,7 @@ def test_a_second_start_and_a_run_while_the_workers_start_are_refused(tmp_path: 
     thread = threading.Thread(target=executor.start, args=(wait_until, [go.exists, BUSY_S]))
     thread.start()
     try:
-        wait_until(lambda: len(executor._workers) == 2, BUSY_S)
+        wait_until(lambda: len(executor._workers) == 2, "two workers", BUSY_S)
         with pytest.raises(RuntimeError, match="another thread is starting it"):
             executor.start()
         with pytest.raises(RuntimeError, match=r"no workers are running: start\(\) has not returned"):
@@ -265,7 +253,7 @@ def test_an_executor_that_is_dropped_gives_its_resources_back() -> None:
     assert groups_left() == before + 1
     del executor
     gc.collect()
-    wait_until(lambda: groups_left() == before, END_S)
+    wait_until(lambda: groups_left() == before, "placement groups are removed", END_S)
 
 
 @pytest.mark.parametrize("size", [2, 100])
@@ -377,7 +365,7 @@ def test_the_failure_of_a_rank_is_raised_and_ends_the_others(
         processes = executor.run(os.getpid)
         with pytest.raises(kind, match=words) as caught:
             executor.run(fail, [how])
-        wait_until(lambda: not any(map(is_alive, processes)), END_S)
+        wait_until(lambda: not any(map(is_running, processes)), "the processes end", END_S)
         if kind is MineError:
             assert str(caught.value.__cause__).startswith("rank 1 has failed:")
             assert "in raise_on" in str(caught.value.__cause__)
@@ -395,7 +383,7 @@ def test_a_rank_killed_before_it_calls_init_ends_those_that_wait_there() -> None
         processes = executor.run(os.getpid)
         with pytest.raises(RuntimeError, match=r"^rank 0 has ended"):
             executor.run(die_or_init, [processes[0]])
-        wait_until(lambda: not any(map(is_alive, processes)), END_S)
+        wait_until(lambda: not any(map(is_running, processes)), "the processes end", END_S)
 
 
 DRIVER = """
@@ -431,10 +419,10 @@ def test_ranks_end_when_their_driver_is_killed_or_interrupted(
     words = [sys.executable, "-c", DRIVER, cluster, str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as driver:
         try:
-            wait_until(lambda: len(list(tmp_path.iterdir())) == 2, BUSY_S)
+            wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "two processes start", BUSY_S)
             driver.send_signal(number)
             processes = [int(path.name) for path in tmp_path.iterdir()]
-            wait_until(lambda: not any(map(is_alive, processes)), END_S)
+            wait_until(lambda: not any(map(is_running, processes)), "the processes end", END_S)
             if number == signal.SIGINT:
                 assert driver.stdout is not None
                 assert "the last call was interrupted" in driver.stdout.readline()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import polyhvd.numpy as hvd
 import pytest
 import ray
 import ray.cloudpickle
+from ranks_alive import is_running, wait_until
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 
@@ -35,19 +34,6 @@ STEPS = 6
 def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tune's logger for TensorBoard would take the folder tests/torch for PyTorch.
     monkeypatch.setenv("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come true"
-        time.sleep(0.05)
-
-
-def is_alive(process: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +103,7 @@ def test_asha_stops_a_trial_early_and_its_ranks_end(tmp_path: Path) -> None:
     assert [done[0.01], done[0.02]] == [2, 2]
     processes = [int(path.name.rpartition("-")[2]) for path in started.iterdir()]
     assert len(processes) == 6
-    wait_until(lambda: not any(map(is_alive, processes)), END_S)
+    wait_until(lambda: not any(map(is_running, processes)), "the processes end", END_S)
 
 
 def test_population_based_training_moves_checkpoints_between_trials(tmp_path: Path) -> None:
@@ -137,7 +123,7 @@ def test_population_based_training_moves_checkpoints_between_trials(tmp_path: Pa
 
 DRIVER = """
 import sys, ray
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], sys.argv[2] + "/../harness"]
 import test_ray_tune
 from ray import tune
 from pathlib import Path
@@ -168,11 +154,11 @@ def test_an_interrupted_search_goes_on_from_the_checkpoints_of_its_trials(
     words = [sys.executable, "-c", DRIVER, cluster, str(Path(__file__).parent), str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as driver:
         try:
-            wait_until(lambda: knows_a_checkpoint(storage), BUSY_S)
+            wait_until(lambda: knows_a_checkpoint(storage), "a checkpoint", BUSY_S)
         finally:
             driver.send_signal(signal.SIGKILL)
     processes = [int(path.name.rpartition("-")[2]) for path in started.iterdir()]
-    wait_until(lambda: not any(map(is_alive, processes)), END_S)
+    wait_until(lambda: not any(map(is_running, processes)), "the processes end", END_S)
 
     trainable = DistributedTrainableCreator(train, num_workers=2)
     grid = tune.Tuner.restore(
