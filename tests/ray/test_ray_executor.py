@@ -25,7 +25,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from polyhvd.ray import RayExecutor
 
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+for module in (__name__, wait_until.__module__):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[module])
 
 END_S = 5.0
 BUSY_S = 60.0  # for what takes a second on an idle machine
@@ -213,7 +214,7 @@ def test_nics_apply_to_the_store_of_rank_0_too() -> None:
 def test_a_second_start_and_a_run_while_the_workers_start_are_refused(tmp_path: Path) -> None:
     executor = RayExecutor(num_workers=2)
     go = tmp_path / "go"
-    thread = threading.Thread(target=executor.start, args=(wait_until, [go.exists, BUSY_S]))
+    thread = threading.Thread(target=executor.start, args=(wait_until, [go.exists, "the file", BUSY_S]))
     thread.start()
     try:
         wait_until(lambda: len(executor._workers) == 2, "two workers", BUSY_S)
