@@ -1,4 +1,4 @@
-"""Counts the instructions of a small allreduce from submit to done, which no load of the machine changes.
+"""Counts the instructions of a small allreduce from submit to done, which the machine's load hardly changes.
 
 ``python -m benchmarks.instructions``: runs build/core/plain/instructions under callgrind and compares with
 benchmarks/instructions.json; --keep writes that file. ``make instructions`` builds the program first.
@@ -21,9 +21,11 @@ PROGRAM = ROOT / "build" / "core" / "plain" / "instructions"
 KEPT = ROOT / "benchmarks" / "instructions.json"
 CALLS = 500
 RANKS = (1, 2)
-#: How far a count may rise: by number of ranks. Two of them wait for each other, and how often they look
-#: varies by a tenth with the load of the machine.
+#: How far a count may rise: by number of ranks.
 TOLERANCE = {1: 0.03, 2: 0.3}
+#: Two ranks wait for each other, and poll more often on a busy machine, by up to a half. The least of several
+#: counts has no such polls.
+TRIES = 6
 COUNTED = "*::counted_calls*"
 
 
@@ -58,13 +60,32 @@ def count(ranks: int) -> int:
         return round(int(summary[1]) / CALLS)
 
 
-def measured() -> dict[str, Any]:
-    """What instructions.json keeps."""
+def least(ranks: int, limit: float) -> int:
+    """The least of several counts; the first one that is within the limit is enough."""
+    found = count(ranks)
+    for _ in range(TRIES - 1):
+        if found <= limit:
+            break
+        found = min(found, count(ranks))
+    return found
+
+
+def measured(before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The content of instructions.json.
+
+    Args:
+        before: an earlier one, above whose limits counts are repeated; None: repeat all counts.
+    """
+    limits = {ranks: 0.0 if before is None else _limit(before, ranks) for ranks in RANKS}
     return {
         "what": "instructions of a cached allreduce of 1 KB, from submit to done, blocking, in C++",
         "compiler": compiler(),
-        "by_ranks": {str(ranks): count(ranks) for ranks in RANKS},
+        "by_ranks": {str(ranks): least(ranks, limits[ranks]) for ranks in RANKS},
     }
+
+
+def _limit(before: dict[str, Any], ranks: int) -> float:
+    return float(before["by_ranks"][str(ranks)]) * (1 + TOLERANCE[ranks])
 
 
 def kept() -> dict[str, Any]:
@@ -77,7 +98,7 @@ def risen(found: dict[str, Any], before: dict[str, Any]) -> list[str]:
     lines = []
     for ranks, was in before["by_ranks"].items():
         now = found["by_ranks"][ranks]
-        if now > was * (1 + TOLERANCE[int(ranks)]):
+        if now > _limit(before, int(ranks)):
             lines.append(
                 f"{now} instructions by {ranks} ranks, {was} before: find out why, or say make instructions"
             )
@@ -94,12 +115,12 @@ def main() -> int:
         if shutil.which(need) is None:
             print(f"instructions: {need} is not installed", file=sys.stderr)
             return 1
-    found = measured()
+    before = None if options.keep else kept()
+    found = measured(before)
     print(json.dumps(found, indent=1))
-    if options.keep:
+    if before is None:
         KEPT.write_text(json.dumps(found, indent=1) + "\n")
         return 0
-    before = kept()
     if found["compiler"] != before["compiler"]:
         print(f"not compared: the kept counts are of {before['compiler']}")
         return 0

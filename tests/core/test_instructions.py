@@ -1,4 +1,4 @@
-"""The instructions from submit to done do not become more without anybody's noticing."""
+"""The instructions from submit to done do not become more unnoticed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from benchmarks import instructions  # noqa: E402
 )
 @pytest.mark.skipif(not instructions.PROGRAM.exists(), reason="needs what make core builds")
 def test_a_small_allreduce_takes_no_more_instructions_than_before() -> None:
-    kept, found = instructions.kept(), instructions.measured()
+    kept = instructions.kept()
+    found = instructions.measured(kept)
     if found["compiler"] != kept["compiler"]:
         pytest.skip(f"compiled by {found['compiler']}; the kept counts are of {kept['compiler']}")
     assert not instructions.risen(found, kept)
