@@ -215,6 +215,18 @@ test-gpu: $(STAMPS)/test
 .PHONY: verbs
 verbs: $(VERBS)
 
+# Packages of its own, so that none of them decides the version of one that the tests have.
+SITE_PY := build/docs-env/bin/python
+$(STAMPS)/docs: requirements/docs.txt
+	@mkdir -p $(STAMPS) && sh tools/python.sh $(PYTHON)
+	$(PYTHON) -m venv build/docs-env
+	$(SITE_PY) -m pip install -q --no-compile -r requirements/docs.txt && touch $@
+
+##@ docs     the documentation as a website in build/site; a broken link or reference is an error
+.PHONY: docs
+docs: $(STAMPS)/docs $(STAMPS)/base | $(VERBS)
+	NO_MKDOCS_2_WARNING=1 $(SITE_PY) -m mkdocs -q build
+
 ##@ check    style: ruff, mypy, clang-format, layers, the table of collectives
 check: $(STAMPS)/test
 	$(VENV)/bin/ruff check . $(VERBS)

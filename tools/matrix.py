@@ -134,7 +134,7 @@ ENVIRONMENTS = (
             name,  # tests run beside the folder of that name, which must not be taken for JAX
             requirements,
             ("jax",),
-            extra_tests=("tests/jax_arrays", "tests/surface"),
+            extra_tests=("tests/jax_arrays", "tests/surface", "tests/examples/test_get_started.py"),
             also=("-k", "jax"),
             nightly=nightly,
         )
@@ -226,7 +226,7 @@ def show_suite_packages(environment: Environment) -> None:
 
 def copy_tests() -> None:
     """Copy them outside the checkout, so that nothing but the wheel can be imported as polyhvd."""
-    for name in ("tests", "examples"):
+    for name in ("tests", "examples", "docs"):
         shutil.rmtree(WORK / name, ignore_errors=True)
         shutil.copytree(ROOT / name, WORK / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / STAND_INS, WORK / STAND_INS, dirs_exist_ok=True)

@@ -170,7 +170,10 @@ def grad(
     """As ``jax.grad``, with gradients that are reduced over the ranks.
 
     Args:
-        fun, argnums, has_aux, options: as of :func:`value_and_grad`.
+        fun: as of :func:`value_and_grad`.
+        argnums: likewise.
+        has_aux: likewise.
+        **options: likewise.
 
     Returns:
         A function of the arguments of ``fun`` that returns the gradients; with ``has_aux`` a pair of them and

@@ -65,9 +65,14 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
     torchmetrics that are attributes of the model, are those of all ranks. Files are written by rank 0.
 
     Args:
-        compression, op, gradient_predivide_factor, num_groups, sparse_as_dense: as in
-            :func:`polyhvd.torch.DistributedOptimizer`.
-        accelerator, checkpoint_io, precision_plugin: as in Lightning's strategies.
+        compression: as in :func:`polyhvd.torch.DistributedOptimizer`.
+        op: likewise.
+        gradient_predivide_factor: likewise.
+        num_groups: likewise.
+        sparse_as_dense: likewise.
+        accelerator: as in Lightning's strategies.
+        checkpoint_io: likewise.
+        precision_plugin: likewise.
 
     Raises:
         InvalidArgumentError: an argument cannot be used; or the Trainer has another number of devices

@@ -214,8 +214,15 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
 
     Args:
         in_channels: size of axis 1, the channels; 0: found at the first use.
-        momentum, epsilon, center, scale, use_global_stats: as of ``BatchNorm``.
-        beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer: likewise.
+        momentum: as of ``BatchNorm``.
+        epsilon: as of ``BatchNorm``.
+        center: as of ``BatchNorm``.
+        scale: as of ``BatchNorm``.
+        use_global_stats: as of ``BatchNorm``.
+        beta_initializer: as of ``BatchNorm``.
+        gamma_initializer: as of ``BatchNorm``.
+        running_mean_initializer: as of ``BatchNorm``.
+        running_variance_initializer: as of ``BatchNorm``.
         process_set: the ranks whose samples are normalized together.
         axis: of the channels.
 

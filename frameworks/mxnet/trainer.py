@@ -65,7 +65,8 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
 
     Args:
         params: as of ``gluon.Trainer``; the same on every rank. Gradients meet by their position.
-        optimizer, optimizer_params: as of ``gluon.Trainer``.
+        optimizer: as of ``gluon.Trainer``.
+        optimizer_params: as of ``gluon.Trainer``.
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, one of your own, or a
             :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each gradient.
         gradient_predivide_factor: gradients are divided by it before the sum, the rest after it.

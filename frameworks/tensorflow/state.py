@@ -129,7 +129,10 @@ def broadcast_object_fn(
     """A function that returns the root's object on every rank.
 
     Args:
-        root_rank, session, name, process_set: as of :func:`broadcast_object`.
+        root_rank: as of :func:`broadcast_object`.
+        session: likewise.
+        name: likewise.
+        process_set: likewise.
 
     Raises:
         Nothing by itself; the function raises what :func:`broadcast_object` does.

@@ -125,7 +125,8 @@ class SyncBatchNorm(_BatchNorm):
         affine: learn a weight and a bias for each channel.
         track_running_stats: keep running statistics; otherwise evaluation, too, takes those of the batch.
         process_set: the ranks whose batches are joined.
-        device, dtype: of parameters and running statistics, as in torch.
+        device: of parameters and running statistics, as in torch.
+        dtype: likewise.
 
     Shape:
         ``(N, C, *)`` to the same, in float64, float32, or half precision with statistics in float32. C and

@@ -61,7 +61,8 @@ class AsyncDataLoaderMixin(_NextBase):
 
     Args:
         async_loader_queue_size: how many batches the thread is ahead at most; 0: there is no thread.
-        args, kwargs: of the next base.
+        *args: of the next base.
+        **kwargs: of the next base.
 
     Raises:
         ValueError: the number is no integer of at least 0.

@@ -70,7 +70,7 @@ def permutation(count: int, *key: int) -> Indices:
 class Run(NamedTuple):
     """Consecutive rows of one stream.
 
-    Args:
+    Attributes:
         stream: its number, from 0.
         first: the first of the rows, counted within the stream.
         length: how many there are.

@@ -63,12 +63,14 @@ def run(
         network_interfaces: interface, network or address of all connections; several with commas, or as a
             list. ``network_interface`` is another name.
         executable: Python of the ranks; None: the path of this one.
-        min_num_proc, max_num_proc: fewest and most ranks of an elastic job, as polyhvdrun's ``--min-np`` and
-            ``--max-np``; ``min_np`` and ``max_np`` are other names. Each of these, of ``reset_limit``,
-            ``cooldown_range`` and ``host_discovery_script`` makes the job elastic, and the results are those
-            of its last world.
+        min_num_proc: fewest ranks of an elastic job, as polyhvdrun's ``--min-np``; ``min_np`` is another
+            name. This, ``max_num_proc``, ``reset_limit``, ``cooldown_range`` and ``host_discovery_script``
+            each make the job elastic, and the results are those of its last world.
+        max_num_proc: most ranks of an elastic job, as ``--max-np``; ``max_np`` is another name.
         slots: of each host that is named without a number.
-        reset_limit, cooldown_range, host_discovery_script: as the options of polyhvdrun.
+        reset_limit: as polyhvdrun's option.
+        cooldown_range: as polyhvdrun's ``--blacklist-cooldown-range``.
+        host_discovery_script: as polyhvdrun's option.
         disable_cache: has no effect, and neither has ``use_gloo``.
         use_mpi: start the ranks with MPI's launcher, as ``polyhvdrun --mpi`` does.
         mpi_args: options of MPI's launcher, which imply ``use_mpi``.

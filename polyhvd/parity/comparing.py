@@ -50,7 +50,8 @@ class Difference:
         kind: "shape", "dtype", "not finite" or "values".
         count: elements beyond the tolerance.
         at: the worst of them, as an index in common form.
-        value, reference: that element on this rank, and on the first one.
+        value: that element on this rank.
+        reference: that element on the first rank.
         relative: the norm of the difference over that of the reference.
     """
 
@@ -160,8 +161,9 @@ def compare(
     Args:
         name: of the comparison; matches the calls of the ranks.
         tensor: of any framework, or a number.
-        rtol, atol: elements may differ by ``atol + rtol * abs(reference)``; None: by dtype and ``terms``, as
+        rtol: elements may differ by ``atol + rtol * abs(reference)``; None: by dtype and ``terms``, as
             described in docs/parity.md.
+        atol: likewise.
         layout: how the tensor lies on this rank: letters such as "NHWC" or "HWIO", or a :class:`Layout`;
             None: in common form, NCHW and OIHW.
         terms: products that are added up for one element, at most; None: 4096.

@@ -66,7 +66,8 @@ class Fingerprint:
         dtype: NumPy's name.
         digest: of dtype, shape and bits; zeros of both signs count as equal.
         norm: the root of the sum of squares, of what is finite.
-        least, most: extremes of what is finite; 0 of nothing.
+        least: smallest finite element; 0 if there is none.
+        most: largest finite element; likewise.
         not_finite: how many NaNs and infinities.
     """
 

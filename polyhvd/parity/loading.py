@@ -72,7 +72,8 @@ def load(
             returns such a dict: split, joined, reordered, added or left out. Its order and its names count.
         partial: True: pair by name, and let weights of ``model`` that nothing in ``from_`` is called keep
             their values, such as those of a new last layer.
-        layouts, from_layouts: how weights lie that are not known by their layers, by name, of either side.
+        layouts: layouts of weights of ``model``, by name, that are not known by their layers.
+        from_layouts: likewise, of ``from_``.
         check: an array that both models take, or a list of them, images with channels first: the models'
             outputs have to agree. None: random inputs, if their shapes are known and both models take them;
             then only a wrong mapping is an error, and other differences are a warning. False: no comparison.

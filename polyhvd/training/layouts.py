@@ -94,8 +94,9 @@ class Layout:
 
         Args:
             tensor: of :attr:`shape`.
-            transpose, reshape, take: of its framework; they are given the tensor, and the axes, the new
-                shape, or places of the last axis.
+            transpose: of its framework; given the tensor and the axes.
+            reshape: likewise; given the tensor and the new shape.
+            take: likewise; given the tensor and places of the last axis.
         """
         if self.view is not None:
             tensor = reshape(tensor, self.view)

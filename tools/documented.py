@@ -1,0 +1,43 @@
+"""Hooks of MkDocs and Griffe: lay polyhvd out with its adapters, and translate what Markdown lacks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+ROOT = Path(__file__).resolve().parents[1]
+LAID_OUT = ROOT / "build" / "documented"
+#: A link from a document to a file of the repository that is not part of the site.
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
+#: Of docstrings: ":func:`~module.name`", and the line above an example.
+ROLE = re.compile(r":(?:py:)?(?:func|class|meth|mod|attr|data|exc):`~?([^`]+)`")
+EXAMPLE = re.compile(r"^( *)(Examples?)::$", re.MULTILINE)
+
+
+def on_pre_build(config: Any) -> None:
+    """Make a folder of links that mkdocstrings reads, without importing anything."""
+    package = LAID_OUT / "polyhvd"
+    shutil.rmtree(LAID_OUT, ignore_errors=True)
+    package.mkdir(parents=True)
+    adapters = (path.parent for path in (ROOT / "frameworks").glob("*/__init__.py"))
+    for path in [*(ROOT / "polyhvd").iterdir(), *adapters]:
+        (package / path.name).symlink_to(path)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Show files outside the site by their paths in the repository."""
+    return OUTSIDE.sub(r"\1 (`\2`)", markdown)
+
+
+class Roles(griffe.Extension):
+    """Makes Markdown of Sphinx's roles and examples in docstrings."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Change the docstring of an object that was read."""
+        if obj.docstring is not None:
+            text = ROLE.sub(r"`\1`", obj.docstring.value)
+            obj.docstring.value = EXAMPLE.sub(r"\1**\2**", text)
