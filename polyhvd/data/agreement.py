@@ -31,6 +31,14 @@ _POLL_S = 0.005
 _CALLERS = 4  # of a loader, by which the ranks recognise it
 _OWN = (str(Path(__file__).parents[1]) + os.sep, str(Path(__file__).parents[2] / "frameworks") + os.sep)
 
+#: What to do about a difference under a heading.
+_CURE = "all ranks need the same data and arguments"
+_CURES = {
+    "file": "all ranks need the same files: check that the folder is the same on all hosts and that no "
+    "program writes to it while loaders are made",
+    "position": "have all ranks load the same state and call set_epoch() with the same number",
+}
+
 #: Under headings, a text for each name, in order: {"files": {"0.parquet": "100 rows"}}.
 Description = Mapping[str, Mapping[str, str]]
 
@@ -52,7 +60,7 @@ class Agreement:
 
     Args:
         what: the name of the loader's class.
-        describe: returns the properties that must be equal on all ranks.
+        describe: returns the properties that must be equal on all ranks when they begin to load.
     """
 
     def __init__(self, what: str, describe: Callable[[], Description]) -> None:
@@ -66,10 +74,11 @@ class Agreement:
         self._world: weakref.ref[World] | None = None
         self._name = ""
         self._handle: Any = None
+        self._text = b""  # what the checksum is of, until it is compared: positions move
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which compares by itself."""
-        return {**self.__dict__, "_world": None, "_handle": None}
+        return {**self.__dict__, "_world": None, "_handle": None, "_text": b""}
 
     def check(self) -> None:
         """Send the checksum if that was not done in this world, and compare those of all that are there.
@@ -96,9 +105,9 @@ class Agreement:
             number = begun[self._key]
         self._world = weakref.ref(world)
         self._name = f"{_PREFIX}{self._label}.{self._key}.{number}"
-        text = self._packed()
-        numbers = np.array([[world.placement.rank, len(text)]], "<i8").view(np.uint8)
-        digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)[None]
+        self._text = self._packed()
+        numbers = np.array([[world.placement.rank, len(self._text)]], "<i8").view(np.uint8)
+        digest = np.frombuffer(hashlib.sha256(self._text).digest(), np.uint8)[None]
         row = np.concatenate([numbers, digest], axis=1)
         self._handle = world.numpy.allgather_async(row, name=self._name)
 
@@ -112,25 +121,25 @@ class Agreement:
         for row in rows:
             rank, lengths[rank] = row[:16].view("<i8").tolist()
             digests[row[16:].tobytes()].append(rank)
+        text, self._text = self._text, b""
         if len(digests) == 1:
             return
-        found = self._gathered(world, lengths)
+        found = self._gathered(world, text, lengths)
+        heading = ""
         if found is None:
             groups = " and ".join(ranks_named(ranks) for ranks in digests.values())
-            difference = f"{groups} see different files, or have different arguments"
+            difference = f"{groups} have different data, arguments or positions"
         else:
-            difference = _difference(found)
+            heading, difference = _difference(found)
         raise DataError(
-            f"{self._label}: the ranks read different data: {difference}; all ranks need the same files and "
-            "arguments: check that the folder is the same on all hosts and that no program writes to it "
-            "while loaders are made, or pass placement= for a loader that not all ranks share"
+            f"{self._label}: the ranks read different data: {difference}; {_CURES.get(heading, _CURE)}, or "
+            "pass placement= for a loader that not all ranks share"
         )
 
-    def _gathered(self, world: World, lengths: dict[int, int]) -> dict[int, Description] | None:
+    def _gathered(self, world: World, text: bytes, lengths: dict[int, int]) -> dict[int, Description] | None:
         """The descriptions of all ranks; None: not all have sent theirs in time."""
         deadline = time.monotonic() + _WAIT_S
-        text = np.frombuffer(self._packed(), np.uint8)
-        handle = world.numpy.allgather_async(text, name=f"{self._name}.all")
+        handle = world.numpy.allgather_async(np.frombuffer(text, np.uint8), name=f"{self._name}.all")
         while not handle.done():
             if time.monotonic() > deadline:
                 return None
@@ -156,8 +165,8 @@ def ranks_named(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
-def _difference(found: Mapping[int, Description]) -> str:
-    """The first difference between the descriptions of ranks, which are not all the same."""
+def _difference(found: Mapping[int, Description]) -> tuple[str, str]:
+    """The heading of the first difference between the descriptions of ranks, and the difference in words."""
     headings = dict.fromkeys(heading for description in found.values() for heading in description)
     for heading in headings:
         texts = {rank: description.get(heading, {}) for rank, description in found.items()}
@@ -166,7 +175,7 @@ def _difference(found: Mapping[int, Description]) -> str:
             for rank, those in texts.items():
                 ranks[those.get(name, "missing")].append(rank)
             if len(ranks) > 1:
-                return f"{heading} {name!r}: " + "; ".join(
+                return heading, f"{heading} {name!r}: " + "; ".join(
                     f"{text} on {ranks_named(those)}" for text, those in ranks.items()
                 )
         for place, names in enumerate(zip(*texts.values(), strict=False)):
@@ -174,7 +183,7 @@ def _difference(found: Mapping[int, Description]) -> str:
                 ranks = defaultdict(list)
                 for rank, name in zip(texts, names, strict=True):
                     ranks[name].append(rank)
-                return f"{heading} number {place} in the order: " + "; ".join(
+                return heading, f"{heading} number {place} in the order: " + "; ".join(
                     f"{name!r} on {ranks_named(those)}" for name, those in ranks.items()
                 )
     raise AssertionError  # they are different

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from polyhvd.data.agreement import Agreement
 from polyhvd.data.columns import Column, NullsError, require_pyarrow
 from polyhvd.data.loader import Batch, Loader
 from polyhvd.data.order import Indices, Order, Step
@@ -88,6 +89,14 @@ class ArrayLoader(Loader):
             last=last,
             placement=placement,
         )
+        if placement is None:
+            self._agreement = Agreement(type(self).__name__, self._described)
+
+    def _described(self) -> dict[str, dict[str, str]]:
+        """The arrays, and what all loaders have."""
+        names = range(len(self._arrays)) if self._names is None else self._names
+        forms = [f"{getattr(a, 'dtype', '')}{list(a.shape[1:])}" for a in self._arrays]
+        return {"array": dict(zip(map(str, names), forms, strict=True)), **super()._described()}
 
     @staticmethod
     def _values(arrays: Sequence[Any] | Mapping[str, Any]) -> list[Any]:

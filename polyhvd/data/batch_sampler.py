@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 
-from polyhvd.data.order import Order
-from polyhvd.data.position import Position
+from polyhvd.data.agreement import Agreement
+from polyhvd.data.order import Order, Step
+from polyhvd.data.position import Place, Position
 
 __all__ = ["DistributedBatchSampler"]
 
@@ -63,6 +64,8 @@ class DistributedBatchSampler(Position):
             last=last,
             placement=placement,
         )
+        if placement is None:
+            self._agreement = Agreement(type(self).__name__, self._described)
 
     @property
     def weight(self) -> float:
@@ -101,4 +104,13 @@ class DistributedBatchSampler(Position):
 
     def __iter__(self) -> Iterator[list[int]]:
         """The indices of this rank's batches in the steps that are left in this epoch."""
-        return self._go_ahead(self._begin(), lambda step, place: self._rows_of(step, place)[0].tolist())
+        return self._sampled(self._begin())
+
+    def _sampled(self, own: int) -> Iterator[list[int]]:
+        yield from self._go_ahead(own, self._indices)
+        self._require_agreement()
+
+    def _indices(self, step: Step, place: Place) -> list[int]:
+        self._require_agreement()
+        indices: list[int] = self._rows_of(step, place)[0].tolist()
+        return indices

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from polyhvd.data.agreement import Agreement
 from polyhvd.data.counting import count, waiting
 from polyhvd.data.order import Indices, Step
 from polyhvd.data.position import Place, Position, current_place
@@ -48,8 +47,6 @@ class Batch:
 
 class Loader(Position, ABC):
     """Loads the batch of each step for this rank; users see it through the classes derived from it."""
-
-    _agreement: Agreement | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the steps that are left in this epoch.
@@ -113,11 +110,6 @@ class Loader(Position, ABC):
             "position would stay where it is; iterate over the loader, or polyhvd.torch.data.Batches of it, "
             "without a DataLoader (they read ahead in threads), or use num_workers=0"
         )
-
-    def _require_agreement(self) -> None:
-        """Raise DataError if the ranks are found to read different data."""
-        if self._agreement is not None:
-            self._agreement.check()
 
     @abstractmethod
     def _load(self, step: Step, place: Place) -> Batch:

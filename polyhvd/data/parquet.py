@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from polyhvd.data.agreement import Agreement, Description
+from polyhvd.data.agreement import Agreement
 from polyhvd.data.ahead import Ahead
 from polyhvd.data.cache import cache_of
 from polyhvd.data.columns import require_pyarrow
@@ -203,22 +203,12 @@ class FileLoader(Loader):
         if placement is None:
             self._agreement = Agreement(type(self).__name__, self._described)
 
-    def _described(self) -> Description:
-        """The files, columns and arguments, which must be equal on all ranks."""
-        order = self._order
-        arguments = {
-            "seed": order.seed,
-            "batch_size": self._batch_size,
-            "global_batch_size": self._global_batch_size,
-            "shuffle": order.shuffle,
-            "last": self._last,
-            "streams": order.streams,
-            "window": order.window,
-        }
+    def _described(self) -> dict[str, dict[str, str]]:
+        """The files and columns, and what all loaders have."""
         return {
             "file": self._files.described(),
             "column": {field.name: str(field.type) for field in self.schema},
-            "argument": {name: str(value) for name, value in arguments.items()},
+            **super()._described(),
         }
 
     @property

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from polyhvd.data.agreement import Agreement
 from polyhvd.data.order import LAST, Indices, Order, Step, at_least
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
@@ -56,6 +57,8 @@ class Position:
         isinstance(ArrayLoader([images, labels], batch_size=32), Position)
     """
 
+    _agreement: Agreement | None = None  # the constructors of the classes that users make set it
+
     def __init__(
         self,
         order: Order,
@@ -90,6 +93,30 @@ class Position:
         self._iteration = 0  # number of the latest iteration, the only one that may go on
         self._moves = 0  # how often the position was set, which makes what was sampled ahead invalid
         self._owner = ""  # who alone may move it, if anybody
+
+    def _described(self) -> dict[str, dict[str, str]]:
+        """What must be equal on all ranks when they begin, in words: rows, arguments and position."""
+        order = self._order
+        arguments = {
+            "seed": order.seed,
+            "batch_size": self._batch_size,
+            "global_batch_size": self._global_batch_size,
+            "shuffle": order.shuffle,
+            "last": self._last,
+            "streams": order.streams,
+            "window": order.window,
+        }
+        position = {"cursor": self._cursor, **({"epoch": self._epoch} if order.shuffle else {})}
+        return {
+            "number of": {"rows": str(order.total)},
+            "argument": {name: str(value) for name, value in arguments.items()},
+            "position": {name: str(value) for name, value in position.items()},
+        }
+
+    def _require_agreement(self) -> None:
+        """Raise DataError if the ranks are found to read different data."""
+        if self._agreement is not None:
+            self._agreement.check()
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, whose position moves on its own."""

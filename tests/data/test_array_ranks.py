@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import polyhvd.numpy as hvd
 import pytest
 
-from polyhvd.data import ArrayLoader
+from polyhvd.data import ArrayLoader, DataError, DistributedBatchSampler
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -37,3 +39,52 @@ def test_a_world_that_ends_and_begins_again_goes_on_in_the_epoch() -> None:
     hvd.init()
     seen += [batch.indices.tolist() for batch in batches]
     assert sorted(chain(*chain(*hvd.allgather_object(seen)))) == list(range(40))
+
+
+def iterate(batches: Iterable[Any]) -> None:
+    for _ in batches:
+        hvd.allreduce(np.ones(1), name="step")
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "difference"),
+    [
+        (1, {}, r"number of 'rows': 40 on rank.* 0.*; 41 on rank 1; all ranks need the same data"),
+        (0, {"seed": 1}, r"argument 'seed': 0 on rank.* 0.*; 1 on rank 1; all ranks need the same data"),
+        (0, {"batch_size": 3}, "argument 'batch_size': 2 on rank.* 0.*; 3 on rank 1;"),
+    ],
+)
+@pytest.mark.parametrize("is_sampler", [False, True])
+def test_other_rows_or_arguments_on_one_rank_are_an_error_on_every_rank(
+    is_sampler: bool, rows: int, options: dict[str, Any], difference: str
+) -> None:
+    count = 40 + rows * (hvd.rank() == 1)
+    chosen = {"batch_size": 2, **(options if hvd.rank() == 1 else {})}
+    data = count if is_sampler else [np.arange(count)]
+    loader = (DistributedBatchSampler if is_sampler else ArrayLoader)(data, **chosen)  # type: ignore[operator]
+    name = type(loader).__name__
+    with pytest.raises(DataError, match=rf"{name}\(test_array_ranks.py:\d+\): .*{difference}"):
+        iterate(loader)
+
+
+def test_arrays_of_other_forms_on_one_rank_are_an_error_on_every_rank() -> None:
+    loader = ArrayLoader({"x": np.zeros((20, 3 + (hvd.rank() == 1)), np.float32)}, batch_size=1)
+    with pytest.raises(DataError, match=r"array 'x': float32\[3\] on rank.* 0.*; float32\[4\] on rank 1;"):
+        iterate(loader)
+
+
+@pytest.mark.parametrize("is_sampler", [False, True])
+@pytest.mark.parametrize("moved", ["cursor", "epoch"])
+def test_other_position_on_one_rank_is_an_error_on_every_rank(is_sampler: bool, moved: str) -> None:
+    loader = DistributedBatchSampler(40, 1) if is_sampler else ArrayLoader([np.arange(40)], 1)
+    if hvd.rank() == 1:
+        loader.load_state_dict({**loader.state_dict(), moved: 6})
+    with pytest.raises(DataError, match=f"position '{moved}': 0 on rank.* 0.*; 6 on rank 1; have all ranks"):
+        iterate(loader)
+
+
+def test_epochs_of_ranks_may_differ_where_rows_are_not_shuffled() -> None:
+    loader = ArrayLoader([np.arange(12)], batch_size=1, shuffle=False)
+    loader.set_epoch(hvd.rank())
+    iterate(loader)
+    hvd.barrier()

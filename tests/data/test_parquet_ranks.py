@@ -148,6 +148,14 @@ def test_other_types_of_a_column_are_an_error_on_every_rank(tmp_path: Path) -> N
         iterate(loader)
 
 
+def test_state_that_only_one_rank_loads_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    loader = ParquetLoader(folder_of_rank(tmp_path / str(hvd.rank()), 3), batch_size=1)
+    if hvd.rank() == 1:
+        loader.load_state_dict({**loader.state_dict(), "cursor": 6})
+    with pytest.raises(DataError, match=r"position 'cursor': 0 on rank.* 0.*; 6 on rank 1; have all ranks"):
+        iterate(loader)
+
+
 def test_loader_that_only_one_rank_iterates_over_does_not_wait(tmp_path: Path) -> None:
     folder = folder_of_rank(tmp_path / "own" / str(hvd.rank()), 2 + hvd.rank())
     train = ParquetLoader(folder_of_rank(tmp_path / str(hvd.rank()), 3), batch_size=2)
