@@ -82,6 +82,10 @@ class Ahead:
         """:meth:`Prefetch.close`."""
         return self._ahead.close(wait=wait)
 
+    def ends_within(self, limit_s: float | None) -> bool:
+        """:meth:`Prefetch.ends_within`."""
+        return self._ahead.ends_within(limit_s)
+
 
 def _made(steps: _Steps, finishing: Finishing) -> Iterator[tuple[int, Made]]:
     with closing(steps):  # its threads end here, also while an exception still has its frames

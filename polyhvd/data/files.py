@@ -20,7 +20,7 @@ from polyhvd.data.columns import Column, NullsError, columns_of
 from polyhvd.data.counting import count
 from polyhvd.data.formats import SUFFIXES, Footer, ParquetFormat, TextFormat, format_by_suffix, format_of
 from polyhvd.data.skips import Skips
-from polyhvd.data.storage import TIMEOUT_S, Source, StoredFile, in_threads, is_passing, listed
+from polyhvd.data.storage import TIMEOUT_S, Source, StoredFile, in_threads, is_passing, is_unanswered, listed
 from polyhvd.errors import DataError
 
 __all__ = ["Group", "ParquetFiles"]
@@ -168,14 +168,16 @@ class ParquetFiles:
         try:
             return self.read(group), np.ones(group.rows, bool)
         except DataError as error:
-            if self.skips is None:
+            if self.skips is None or is_unanswered(error):
                 raise
             self.skips.report(str(self.files[group.file]), error)
         arrays = [np.zeros((group.rows, *column.shape), column.dtype) for column in self.columns]
         is_good = np.zeros(group.rows, bool)
         try:
             table = self._read_columns(group, self.schema.names)
-        except DataError:
+        except DataError as error:
+            if is_unanswered(error):
+                raise
             return arrays, is_good
         for row in range(group.rows):
             rows = table.slice(row, 1)
@@ -202,7 +204,7 @@ class ParquetFiles:
         try:
             return self._read_footer(file)
         except DataError as error:
-            if self.skips is None:
+            if self.skips is None or is_unanswered(error):
                 raise
             self.skips.report(str(file), error)
             count(data_files_skipped=1)
@@ -274,7 +276,7 @@ class ParquetFiles:
             rows: int = self.files[file].call(lambda: self._scanner(file, number).count_rows())
         except (OSError, pa.ArrowException) as error:
             text = f"{self.files[file]}: row group {number}: filter={self._filter}: {error}"
-            if self.skips is None:
+            if self.skips is None or is_unanswered(error):
                 raise DataError(text) from error
             self.skips.report(str(self.files[file]), text)
             return 0

@@ -36,6 +36,7 @@ _STREAMS_OF_LARGE_GROUPS = 8
 _MIB = 1 << 20
 #: Threads that read row groups ahead. Those of a remote file system wait for it most of the time.
 _READERS_REMOTE, _READERS_LOCAL = 16, 2
+_LAST_TASK_S = 1.0  # how long the thread may take to end when the worker processes have ended
 _PLANNED_MAX = 1000  # parts of steps whose rows are not read yet; small, and made faster than read
 
 
@@ -337,11 +338,15 @@ class FileLoader(Loader):
         return Batch(arrays, np.empty(0, np.int64), 1.0)
 
     def _end(self, *, wait: bool = False) -> None:
+        """Release what an iteration has needed; ``wait``: until its thread has ended."""
         if self._ahead is None:
             return
-        if not (has_ended := self._ahead[1].close()) and self._workers is not None:
+        ahead = self._ahead[1]
+        has_ended = ahead.close() if ahead.is_usable else ahead.ends_within(0.0)  # it was waited for before
+        if not has_ended and self._workers is not None:
             self._workers.close()  # the thread waits for them
-        if has_ended or self._ahead[1].close(wait=wait):
+            has_ended = ahead.ends_within(_LAST_TASK_S)
+        if has_ended or (wait and ahead.ends_within(None)):
             self._ahead = None
 
 

@@ -97,8 +97,14 @@ class Prefetch(Generic[T]):
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
+        return self.ends_within(None if wait else _LAST_ITEM_S)
+
+    def ends_within(self, limit_s: float | None) -> bool:
+        """What :meth:`close` returns, after another time to wait in seconds; None: as long as it takes."""
+        if self._process != os.getpid():
+            return True
         if self._thread is not threading.current_thread():
-            self._thread.join(None if wait else _LAST_ITEM_S)
+            self._thread.join(limit_s)
             if self._thread.is_alive():
                 return False
         atexit.unregister(self.close)

@@ -14,23 +14,33 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from polyhvd.data import delta
 from polyhvd.data.cache import token
 from polyhvd.errors import DataError
 
-__all__ = ["TIMEOUT_S", "Source", "Storage", "StoredFile", "in_threads", "listed", "storage_of"]
+__all__ = [
+    "TIMEOUT_S",
+    "Source",
+    "Storage",
+    "StoredFile",
+    "in_threads",
+    "is_unanswered",
+    "listed",
+    "storage_of",
+]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _LOG = logging.getLogger("polyhvd")
+_LAST_READ_S = 5.0  # how long an error waits for other listings and footers that are being read
 _THREADS = 64  # for listings and footers: most of the time they wait for the file system
 _FIRST_WAIT_S, _WAIT_MAX_S = 0.2, 10.0
 #: How long a read of a remote file system may take, with all attempts.
@@ -273,6 +283,15 @@ class StoredFile(NamedTuple):
         return self.storage.call(str(self), function)
 
 
+class UnansweredError(TimeoutError):
+    """A file system has not answered within the time for a read."""
+
+
+def is_unanswered(error: BaseException) -> bool:
+    """Whether an error is one, or was raised from one, of a file system that does not answer."""
+    return isinstance(error, UnansweredError) or isinstance(error.__cause__, UnansweredError)
+
+
 def within(timeout_s: float, deadline: float, function: Callable[[], T]) -> T:
     """The result of a function that may hang in a library which has no limit itself.
 
@@ -283,7 +302,7 @@ def within(timeout_s: float, deadline: float, function: Callable[[], T]) -> T:
             ending.
 
     Raises:
-        TimeoutError: it did not return in time.
+        UnansweredError: it did not return in time.
         Exception: that of the function.
     """
     future: Future[T] = Future()
@@ -297,7 +316,7 @@ def within(timeout_s: float, deadline: float, function: Callable[[], T]) -> T:
     threading.Thread(target=run, name="polyhvd-remote", daemon=True).start()
     done, _ = wait([future], max(0.0, deadline - time.monotonic()))
     if not done:
-        raise TimeoutError(
+        raise UnansweredError(
             f"the file system has not answered within {timeout_s:g} s; check that this host can reach it, or "
             "raise read_timeout_s="
         )
@@ -644,9 +663,73 @@ def _is_data(parts: Sequence[str], suffixes: Sequence[str]) -> bool:
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The results of a function for each item, of many threads."""
+    """The results of a function for each item, of many threads, which do not keep the program from ending.
+
+    Raises:
+        BaseException: that of the first item that has one. No item after it is begun then.
+    """
     items = list(items)
-    if len(items) == 1:
-        return [function(items[0])]
-    with ThreadPoolExecutor(min(_THREADS, len(items) or 1), "polyhvd-footers") as pool:
-        return list(pool.map(function, items))
+    if len(items) < 2:
+        return [function(item) for item in items]
+    work = _Work(function, items)
+    threads = [
+        threading.Thread(target=work.run, name="polyhvd-footers", daemon=True)
+        for _ in range(min(_THREADS, len(items)))
+    ]
+    for thread in threads:
+        thread.start()
+    results = work.results()
+    deadline = time.monotonic() + _LAST_READ_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if isinstance(results, BaseException):
+        raise results
+    return results
+
+
+class _Work(Generic[T, R]):
+    """Items that several threads take, in order, until there are no more or one has failed."""
+
+    def __init__(self, function: Callable[[T], R], items: Sequence[T]) -> None:
+        self._function = function
+        self._items = items
+        self._results: dict[int, R] = {}
+        self._error: BaseException | None = None
+        self._begun = 0  # how many
+        self._running: set[int] = set()
+        self._end = len(items)  # of the items whose results are wanted: an error ends them
+        self._changed = threading.Condition()
+
+    def run(self) -> None:
+        """Take items, in a thread."""
+        while True:
+            with self._changed:
+                number = self._begun
+                if number >= self._end:
+                    return
+                self._begun += 1
+                self._running.add(number)
+            error: BaseException | None = None
+            try:
+                self._results[number] = self._function(self._items[number])
+            except BaseException as found:
+                error = found
+            with self._changed:
+                self._running.remove(number)
+                if error is not None and number < self._end:
+                    self._end, self._error = number, error
+                self._changed.notify_all()
+
+    def results(self) -> list[R] | BaseException:
+        """The results, or the error of the first item that has one."""
+        try:
+            with self._changed:
+                self._changed.wait_for(self._is_done)
+        except BaseException:  # Ctrl-C
+            with self._changed:
+                self._end = 0
+            raise
+        return self._error or [self._results[number] for number in range(self._end)]
+
+    def _is_done(self) -> bool:
+        return self._begun >= self._end and all(number >= self._end for number in self._running)

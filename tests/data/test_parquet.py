@@ -7,10 +7,12 @@ import gc
 import glob
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -499,6 +501,23 @@ def test_loop_that_is_left_does_not_wait_for_a_transform_that_never_ends_but_the
     assert len(threads()) == 1, "it goes on until the call ends"
     threading.Timer(0.1, ended.set).start()
     assert sorted(rows_of(loader)) == list(range(9))
+
+
+def test_loop_that_is_left_waits_once_for_the_batch_that_is_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_s = 3.0
+    monkeypatch.setattr(prefetch, "_LAST_ITEM_S", limit_s)
+    ended = threading.Event()
+    loader = loader_of(written(tmp_path, [[9]]), transform=lambda batch: ended.wait(DEADLINE_S) and batch)
+    threading.Timer(limit_s / 10, lambda: signal.raise_signal(signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(loader))
+    began = time.monotonic()
+    batches = iter(loader)
+    assert time.monotonic() - began < limit_s / 2, "it was waited for before"
+    ended.set()
+    assert sorted(rows_of(batches)) == list(range(9))
 
 
 def test_exception_in_transform_is_raised_with_its_own_traceback(tmp_path: Path) -> None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import pickle
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from threading import Barrier
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
 import pyarrow.compute as pc
 import pytest
 from fork_servers import IMPORTS, ForkServers  # tests/harness, on the path by tests/conftest.py
+from fsspec.implementations.memory import MemoryFileSystem
 from launching import DEADLINE_S, ROOT
 from pyarrow import fs
 
@@ -271,6 +274,85 @@ def test_server_that_never_answers_is_an_error_in_time_and_the_program_ends() ->
         assert f"s3://bucket/train/{path}" in line
         assert "has not answered within 1 s; " in line
         assert "raise read_timeout_s=" in line
+
+
+class HangingFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """Opens no file until it may go on."""
+
+    protocol = "hanging"
+    store: ClassVar[dict[str, Any]] = {}  # and not that of its base
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    may_go_on = threading.Event()
+    opened = 0
+
+    def _open(self, *arguments: Any, **options: Any) -> Any:
+        if not self.may_go_on.is_set():
+            type(self).opened += 1
+        self.may_go_on.wait(DEADLINE_S)
+        return super()._open(*arguments, **options)
+
+
+@pytest.fixture
+def hanging() -> Iterator[HangingFileSystem]:
+    filesystem = HangingFileSystem()
+    filesystem.may_go_on.set()
+    for number in range(100):
+        write_parquet(
+            {"x": np.arange(4)}, f"/hanging/{number:02}.parquet", rows_per_group=2, filesystem=filesystem
+        )
+    HangingFileSystem.opened = 0
+    yield filesystem
+    filesystem.may_go_on.set()
+    for thread in threading.enumerate():
+        if thread.name in ("polyhvd-remote", "polyhvd-footers"):
+            thread.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_file_system_that_hangs_is_an_error_that_begins_no_other_file(
+    hanging: HangingFileSystem, on_error: str
+) -> None:
+    """Each of them would take as long, one after the other in each thread."""
+    hanging.may_go_on.clear()
+    with pytest.raises(DataError, match=r"hanging/00.parquet cannot .* has not answered within 0.5 s"):
+        loader_of("/hanging", filesystem=hanging, read_timeout_s=0.5, on_error=on_error)
+    assert hanging.opened <= storage._THREADS
+
+
+def test_file_system_that_hangs_in_a_loop_is_an_error_though_others_are_skipped(
+    hanging: HangingFileSystem,
+) -> None:
+    options = {"filesystem": hanging, "read_timeout_s": 5.0, "on_error": "skip", "prefetch_bytes": 0}
+    loader = loader_of(["/hanging/00.parquet"], **options)
+    hanging.may_go_on.clear()
+    with pytest.raises(DataError, match=r"row group ., column 'x' cannot .* has not answered within 5 s"):
+        x_of(loader)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import numpy as np
+from fsspec.implementations.memory import MemoryFileSystem
+from polyhvd.data import ParquetLoader, write_parquet
+
+class Hanging(MemoryFileSystem):
+    def _open(self, path, mode="rb", **options):
+        if mode == "rb":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(3600)
+        return super()._open(path, mode=mode, **options)
+
+for number in range(2):
+    write_parquet({"x": np.arange(4)}, f"/train/{number}.parquet", filesystem=Hanging())
+ParquetLoader("/train", filesystem=Hanging(), batch_size=2, read_timeout_s=3600, placement=lambda: (0, 1))
+"""
+
+
+def test_interrupt_ends_the_program_while_a_file_system_hangs() -> None:
+    command = [sys.executable, "-c", INTERRUPTED]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_server_that_hangs_in_the_middle_is_an_error_that_names_the_file(
