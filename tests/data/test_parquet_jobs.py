@@ -227,6 +227,7 @@ import sys, time
 from pathlib import Path
 
 import polyhvd.numpy as hvd
+import pyarrow.dataset, pyarrow.parquet
 from polyhvd.data import ParquetLoader
 
 hvd.init()
@@ -236,7 +237,7 @@ for epoch in range(2):
         for batch in loader:
             time.sleep(0.1)
     hvd.barrier()
-    time.sleep(1.5)
+    time.sleep(4)
 if hvd.rank() == 0:
     hvd.shutdown() if sys.argv[2] == "first" else time.sleep(1)
 print("ended")
@@ -255,7 +256,8 @@ def test_rank_that_validates_without_the_others_is_no_stall(
     environment = {
         **os.environ,
         "POLYHVD_STALL_CHECK_TIME_SECONDS": "1",
-        "POLYHVD_STALL_SHUTDOWN_TIME_SECONDS": "2",
+        # Longer than the others wait for rank 0 on a busy machine, and shorter than its loader's operation.
+        "POLYHVD_STALL_SHUTDOWN_TIME_SECONDS": "8",
     }
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S
