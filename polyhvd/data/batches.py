@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from polyhvd.data.loader import Batch, Loader
+from polyhvd.data.loader import Batch, Iteration, Loader
 
 __all__ = ["Batches"]
 
@@ -67,6 +67,9 @@ class Batches(ABC):
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the steps that are left in this epoch."""
+        return Iteration(self._iterate())
+
+    def _iterate(self) -> Generator[Batch, None, None]:
         for batch in self.loader:
             yield Batch(mapped(self._tensor, self._selected(batch.arrays)), batch.indices, batch.weight)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator, Iterator
+from typing import Any, Generic, TypeVar
 
 from polyhvd.data.counting import count, waiting
 from polyhvd.data.order import Indices, Step
 from polyhvd.data.position import Place, Position, current_place
 
-__all__ = ["Batch", "Loader"]
+__all__ = ["Batch", "Iteration", "Loader"]
+
+T = TypeVar("T")
 
 
 class Batch:
@@ -45,6 +47,39 @@ class Batch:
         return len(self.arrays)
 
 
+class Iteration(Generic[T]):
+    """A generator that raises an error again after it has failed, where a generator seems to be at its end.
+
+    Args:
+        batches: the generator.
+    """
+
+    def __init__(self, batches: Generator[T, None, None]) -> None:
+        self._batches = batches
+        self._failure = ""
+
+    def __iter__(self) -> Iteration[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._failure:
+            raise RuntimeError(
+                f"this iteration has ended with an error ({self._failure}), and not with the epoch: begin "
+                "another one, which goes on with the batch that was not loaded"
+            )
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise
+
+    def close(self) -> None:
+        """Leave the loop."""
+        self._batches.close()
+
+
 class Loader(Position, ABC):
     """Loads the batch of each step for this rank; users see it through the classes derived from it."""
 
@@ -53,12 +88,12 @@ class Loader(Position, ABC):
 
         Raises:
             RuntimeError: this is one of several workers of a ``DataLoader`` of PyTorch; or its only worker,
-                and ``placement`` was not given.
+                and ``placement`` was not given; or, of the iterator, an error has ended it before.
         """
         self._require_single()
-        return self._iterate(self._begin())
+        return Iteration(self._iterate(self._begin()))
 
-    def _iterate(self, own: int) -> Iterator[Batch]:
+    def _iterate(self, own: int) -> Generator[Batch, None, None]:
         try:
             while self._iteration == own:
                 place = self._place()
