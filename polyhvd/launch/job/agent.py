@@ -28,7 +28,7 @@ import sys
 import time
 from typing import Any
 
-from polyhvd.launch.job.processes import kill_descendants, run_aside, send_signal
+from polyhvd.launch.job.processes import kill_descendants, oom_kills, run_aside, send_signal
 
 MAGIC = b"\0polyhvd agent 1\n"
 FRAME = struct.Struct("!BiI")
@@ -41,6 +41,9 @@ STARTED = 3  # payload: pid
 #: rank has written came before.
 EXITED = 4
 FAILED = 5  # the rank was not started; payload: exit status, reason
+#: A rank was killed by SIGKILL, and the kernel has killed processes for lack of memory since the first rank
+#: was started. Payload: how many of this cgroup, and of this host. Sent before EXITED.
+OUT_OF_MEMORY = 6
 REPORT = 7  # errors that other ranks have caused in a rank, each with a final zero; sent before EXITED
 NOTICE = 12  # this agent has received the signal that stands in place of a rank
 FACTS = 11  # what the program of the EXAMINE with this number has written; empty: it has ended
@@ -75,6 +78,7 @@ _BEATS = 6  # in that time
 _JOB_TIMEOUT_S = 300.0  # until the launcher sends a job
 
 _NUMBER = struct.Struct("!i")
+_COUNTS = struct.Struct("!II")
 _READ_BYTES = 1 << 16
 _OUTBOX_BYTES_MAX = 1 << 20
 _PR_SET_PDEATHSIG = 1
@@ -108,6 +112,12 @@ def split_frames(data: bytearray) -> list[tuple[int, int, bytes]]:
 def parse_status(payload: bytes) -> tuple[int, str]:
     """Exit status and reason of an EXITED or FAILED frame."""
     return _NUMBER.unpack_from(payload)[0], payload[_NUMBER.size :].decode("utf-8", "replace")
+
+
+def parse_counts(payload: bytes) -> tuple[int, int]:
+    """The counts of an OUT_OF_MEMORY frame."""
+    of_cgroup, of_host = _COUNTS.unpack(payload)
+    return of_cgroup, of_host
 
 
 class Heartbeat:
@@ -160,6 +170,7 @@ class Agent:
         self._ranks: dict[int, int] = {}  # pid -> rank, while it runs
         self._pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, kind
         self._reports: dict[int, int] = {}  # rank -> descriptor
+        self._oom_kills = oom_kills()  # before the first rank
         self._started = False
         self._paused = False  # the launcher does not keep up; the ranks wait
         self._held = False  # the launcher has requested that
@@ -489,7 +500,15 @@ class Agent:
                 self._drain(descriptor)
             self._send_report(rank)
             code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            if code in (-signal.SIGKILL, 128 + signal.SIGKILL):  # the latter of a shell
+                self._send_oom_kills(rank)
             self._send(EXITED, rank, _NUMBER.pack(code) + self._given_up.encode())
+
+    def _send_oom_kills(self, rank: int) -> None:
+        now = oom_kills()
+        of_cgroup, of_host = (max(0, now[i] - self._oom_kills[i]) for i in range(2))
+        if of_cgroup or of_host:
+            self._send(OUT_OF_MEMORY, rank, _COUNTS.pack(of_cgroup, of_host))
 
     def _send_report(self, rank: int) -> None:
         report = self._reports.pop(rank)

@@ -64,6 +64,7 @@ class Ending:
     suffered: Sequence[bytes] = field(default=())
     what: str = "rank"  # "process" in an elastic job, where ranks change
     progress: bytes = b""  # of an elastic job's functions, see polyhvd/elastic/limits.py
+    remark: str = ""  # on its status
 
     @property
     def failed(self) -> bool:
@@ -114,6 +115,10 @@ def had_failed(ending: Ending) -> bool:
 
 def describe(ending: Ending) -> str:
     """One line: which rank, where, and what happened to it."""
+    return f"{_event(ending)} ({ending.remark})" if ending.remark else _event(ending)
+
+
+def _event(ending: Ending) -> str:
     name = f"{ending.what} {ending.rank} on {ending.host}"
     if ending.reason:
         return f"{name} {ending.reason}"

@@ -476,6 +476,8 @@ class Job:
                 self._output.report(f"rank {rank} is pid {pid} on {process.host}")
             elif kind == agent.REPORT:
                 self._verdict.report(rank, payload)
+            elif kind == agent.OUT_OF_MEMORY:
+                self._verdict.suspect_memory(rank, *agent.parse_counts(payload))
             elif kind == agent.EXITED:
                 status, reason = agent.parse_status(payload)
                 ended = f"was ended by its agent: {reason}" if reason else ""

@@ -1,4 +1,4 @@
-"""The descendants of this process: finds them and sends them signals.
+"""The descendants of this process: finds them, sends them signals, and reads how the kernel ended them.
 
 A part of the agent's program, see :mod:`polyhvd.launch.job.agent_program`: uses only the standard library.
 """
@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-__all__ = ["descendants", "kill_descendants", "run_aside", "send_signal"]
+__all__ = ["descendants", "kill_descendants", "oom_kills", "run_aside", "send_signal"]
 
 #: Processes that tidy /dev/shm up once their clients are dead: of multiprocessing, and of PyTorch.
 _JANITOR = re.compile(rb"resource_tracker import main|torch_shm_manager")
@@ -100,6 +100,41 @@ def kill_descendants(wait_s: float = 5.0) -> None:
         if not living or now >= begin + wait_s:
             return
         time.sleep(0.005)
+
+
+def oom_kills() -> tuple[int, int]:
+    """How many processes the kernel has killed for lack of memory so far.
+
+    Returns:
+        Of this process's cgroup, and of this host; 0 where it cannot be read.
+    """
+    own = next((count for path in _cgroup_files() if (count := _oom_kill(path)) is not None), 0)
+    return own, _oom_kill("/proc/vmstat") or 0
+
+
+def _cgroup_files() -> list[str]:
+    """The files that may have the count of this process's cgroup, of version 2 and 1, likeliest first."""
+    files = []
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as cgroups:
+        for line in cgroups:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers == "":
+                folder, name = "/sys/fs/cgroup", "memory.events"
+            elif "memory" in controllers.split(","):
+                folder, name = "/sys/fs/cgroup/memory", "memory.oom_control"
+            else:
+                continue
+            # In a container, the path may be that of the host, and its own cgroup the root.
+            files += [f"{folder}{path}/{name}", f"{folder}/{name}"]
+    return files
+
+
+def _oom_kill(path: str) -> int | None:
+    try:
+        with open(path) as counts:
+            return next((int(line.split()[1]) for line in counts if line.startswith("oom_kill ")), None)
+    except OSError:
+        return None
 
 
 def run_aside(program: bytes) -> int:

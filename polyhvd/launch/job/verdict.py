@@ -26,6 +26,7 @@ class Verdict:
         self._meanwhile: list[Ending] = []  # of ranks that failed while they were stopped
         self._reported: dict[int, list[bytes]] = {}  # by engines, see Ending.suffered
         self._progress: dict[int, bytes] = {}  # likewise, see Ending.progress
+        self._remarks: dict[int, str] = {}  # by agents, see Ending.remark
 
     @property
     def failed(self) -> bool:
@@ -44,6 +45,13 @@ class Verdict:
         self._reported[rank] = [item for item in items if item not in PROGRESSES]
         self._progress.update((rank, item) for item in items if item in PROGRESSES)  # the last one counts
 
+    def suspect_memory(self, rank: int, of_cgroup: int, of_host: int) -> None:
+        """A rank was killed, and the kernel has killed processes for lack of memory since the job began."""
+        self._remarks[rank] = (
+            "out of memory? Since the job began, the kernel has killed for lack of memory: "
+            f"{of_cgroup} in the cgroup (container) of this rank, {of_host} on its host"
+        )
+
     def has_finished(self, rank: int) -> bool:
         """Whether a rank has reported that its work is done."""
         return self._progress.get(rank) == FINISHED
@@ -51,12 +59,14 @@ class Verdict:
     def ending(self, rank: int, host: str, status: int, tail: Sequence[bytes], reason: str = "") -> Ending:
         """How a rank has ended, with what it has reported. The arguments are Ending's."""
         progress = self._progress.get(rank, b"")
-        return Ending(rank, host, status, tail, reason, self._reported.get(rank, []), self._noun, progress)
+        suffered, remark = self._reported.get(rank, []), self._remarks.get(rank, "")
+        return Ending(rank, host, status, tail, reason, suffered, self._noun, progress, remark)
 
     def forget(self, rank: int) -> None:
         """The rank has ended: its reports are in its ending."""
         self._reported.pop(rank, None)
         self._progress.pop(rank, None)
+        self._remarks.pop(rank, None)
 
     def add(self, failure: Ending) -> None:
         """A rank has failed, which may be why the job ends."""
