@@ -46,7 +46,8 @@ if not TYPE_CHECKING:  # a type checker would accept any name
         if name in __all__:
             value = globals()[name] = getattr(_import_module("polyhvd.shared"), name)
             return value
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        advice = "" if name.startswith("__") else _installed.advice_on(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
 
 
 def rank() -> int:
@@ -167,7 +168,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Each rank that calls it writes its own file: rank 0 ``file_path``, rank 3 of ``trace.json``
     ``trace.rank3.json``. Ranks need not call it together. In an elastic job a process goes on with its file
-    in the next world, where the same call does nothing. See docs/timeline.md.
+    in the next world, where the same call does nothing. See ``polyhvd docs timeline``.
 
     Args:
         file_path: path of rank 0's file; an existing one is overwritten.

@@ -5,8 +5,10 @@ Facts about a framework that can be read without importing it are in framework.p
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -18,11 +20,13 @@ from typing import Any
 __all__ = [
     "Framework",
     "Parity",
+    "advice_on",
     "frameworks",
     "has_core",
     "is_installed",
     "lazily",
     "make_mxnet_importable",
+    "modules_with",
     "read_all",
     "require",
     "without_core",
@@ -182,21 +186,84 @@ def make_mxnet_importable() -> None:
 
 
 def require(module: str) -> None:
-    """Raise the error of a module whose framework is not installed, before it imports that.
+    """Raise the error of a module whose framework cannot be imported, before it imports that.
 
     Args:
-        module: who needs it, such as "polyhvd.torch".
+        module: that needs it, such as "polyhvd.torch".
 
     Raises:
         ModuleNotFoundError: none of the framework's packages is installed.
+        ImportError: a file of the user, such as torch.py beside the program, hides the framework.
     """
     name = module.rpartition(".")[2]
-    framework: Framework = _read(_files("framework.py")[name]).FRAMEWORK
+    framework = _facts(name)
     if not any(map(is_installed, framework.packages)):
         raise ModuleNotFoundError(
             f"{module} needs {framework.title} {framework.versions}, which is not installed for "
             f"{sys.executable}; install it with: {framework.install}"
         )
+    for needed in (framework, *map(_facts, framework.stands_on), _facts("numpy")):
+        for package in needed.packages:
+            if hiding := _hiding_file(package):
+                raise ImportError(
+                    f"{hiding} hides {needed.title}: Python imports this file as {package!r}, since "
+                    "its folder comes first on sys.path. Rename the file",
+                    name=package,
+                    path=hiding,
+                )
+
+
+def _facts(framework: str) -> Framework:
+    facts: Framework = _read(_files("framework.py")[framework]).FRAMEWORK
+    return facts
+
+
+def _hiding_file(package: str) -> str | None:
+    """The file that Python imports in place of a framework, all of which are folders; None: there is none."""
+    module = sys.modules.get(package)
+    if module is not None:
+        return None if hasattr(module, "__path__") else getattr(module, "__file__", None)
+    spec = find_spec(package)
+    return spec.origin if spec is not None and spec.submodule_search_locations is None else None
+
+
+def modules_with(name: str) -> list[str]:
+    """The modules of frameworks that have a public name, as ["polyhvd.torch"]; imports none of them.
+
+    Args:
+        name: of a function or class, such as "allreduce".
+    """
+    found = _files("framework.py")
+    folders = {framework: found[framework].parent for framework in frameworks()}
+    folders["tensorflow.keras"] = folders["tensorflow"] / "keras"
+    return [f"polyhvd.{module}" for module, folder in folders.items() if name in _public_names(folder)]
+
+
+def advice_on(name: str) -> str:
+    """What the error of a name that only modules of frameworks have says in addition; empty: none has it."""
+    modules = modules_with(name)
+    if not modules:
+        return ""
+
+    def rank(module: str) -> tuple[bool, bool]:
+        packages = frameworks()[module.split(".")[1]].packages
+        return not any(package in sys.modules for package in packages), not any(map(is_installed, packages))
+
+    return (
+        f". Import the module of your framework, for example: import {min(modules, key=rank)} as hvd. "
+        f"{name!r} is in {', '.join(modules)}"
+    )
+
+
+def _public_names(folder: Path) -> set[str]:
+    """The names in the lists of a framework's folder."""
+    names: set[str] = set()
+    for file in ("__init__.py", "verbs.py", "wrappers.py"):
+        with suppress(OSError):
+            text = (folder / file).read_text(encoding="utf-8")
+            for listed in re.findall(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL):
+                names.update(re.findall(r'"(\w+)"', listed))
+    return names
 
 
 def lazily(package: str, **places: str) -> Callable[[str], Any]:

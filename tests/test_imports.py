@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from polyhvd.installed import modules_with
+
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = {
     "torch": ("PyTorch", "pip install torch"),
@@ -95,6 +97,60 @@ def test_a_framework_that_is_missing_is_an_error_with_the_command_that_installs_
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ModuleNotFoundError: polyhvd.{module} needs {name}"), done.stderr
     assert last.endswith(command)
+
+
+HIDING = [("torch", "torch"), ("torch", "numpy"), ("numpy", "numpy"), ("mxnet", "mxnet"), ("jax", "jax")]
+HIDING += [("tensorflow", "tensorflow"), ("lightning", "torch"), ("keras", "tensorflow")]
+
+
+@pytest.mark.parametrize(("module", "hidden"), HIDING)
+def test_a_file_beside_the_program_that_hides_a_framework_is_named(
+    module: str, hidden: str, tmp_path: Path
+) -> None:
+    if find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    (tmp_path / f"{hidden}.py").write_text("")
+    for before in ("", f"import {hidden}\n"):
+        done = _run(f"{before}import polyhvd.{module}", tmp_path)
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith(f"ImportError: {tmp_path / hidden}.py hides "), done.stderr
+        assert last.endswith("Rename the file")
+
+
+def test_a_file_with_the_name_of_another_framework_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("")
+    assert _run("import polyhvd.numpy", tmp_path).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "module", "others"),
+    [
+        ("numpy", "allreduce", "numpy", ["torch", "tensorflow.keras"]),
+        ("numpy", "DistributedTrainer", "mxnet", []),
+        ("numpy", "DistributedGradientTape", "tensorflow", []),
+    ],
+)
+def test_a_name_that_only_frameworks_have_is_an_error_that_names_their_modules(
+    before: str, name: str, module: str, others: list[str], tmp_path: Path
+) -> None:
+    last = _run(f"import {before}, polyhvd as hvd\nhvd.{name}", tmp_path).stderr.splitlines()[-1]
+    assert last.startswith(f"AttributeError: module 'polyhvd' has no attribute '{name}'. ")
+    assert f"for example: import polyhvd.{module} as hvd. " in last
+    listed = last.partition(f"{name!r} is in ")[2].split(", ")
+    assert set(listed) >= {f"polyhvd.{each}" for each in [module, *others]}
+
+
+def test_every_public_name_of_a_framework_is_found_in_its_sources() -> None:
+    program = "import polyhvd.torch as hvd; print(*set(hvd.__all__) - set(__import__('polyhvd').__all__))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    names = done.stdout.split()
+    assert len(names) > 20, done.stderr
+    assert [name for name in names if "polyhvd.torch" not in modules_with(name)] == []
+
+
+def test_a_name_that_no_module_has_gets_no_advice(tmp_path: Path) -> None:
+    last = _run("import polyhvd\npolyhvd.siez", tmp_path).stderr.splitlines()[-1]
+    assert last == "AttributeError: module 'polyhvd' has no attribute 'siez'"
 
 
 @editable

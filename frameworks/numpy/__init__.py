@@ -11,6 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from polyhvd.installed import lazily as _lazily
+from polyhvd.installed import require as _require
+
+_require(__name__)
+
 from polyhvd.numpy import verbs
 from polyhvd.numpy.functions import Compression
 from polyhvd.numpy.state import broadcast_parameters
@@ -18,7 +23,6 @@ from polyhvd.numpy.verbs import *
 
 from polyhvd import allgather_object, barrier, broadcast_object, exports, join
 from polyhvd.exports import *
-from polyhvd.installed import lazily as _lazily
 
 if TYPE_CHECKING:
     from polyhvd.numpy import elastic
