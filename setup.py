@@ -92,8 +92,8 @@ NATIVE = sorted(p.parent.name for p in Path("frameworks").glob("*/native.cc"))
 subprocess.run([sys.executable, "polyhvd/collectives/table/generator.py"], check=True)
 ParallelCompile("MAX_JOBS", default=2, needs_recompile=is_stale).install()
 setup(
-    packages=find_packages(include=["polyhvd", "polyhvd.*"]) + sorted(FRAMEWORKS),
-    package_dir=FRAMEWORKS,
+    packages=[*find_packages(include=["polyhvd", "polyhvd.*"]), *sorted(FRAMEWORKS), "polyhvd.docs"],
+    package_dir={**FRAMEWORKS, "polyhvd.docs": "docs"},  # pages for ``polyhvd docs``
     ext_modules=[core(), *(native_adapter(name) for name in NATIVE)],
     cmdclass={"build_ext": BuildExt},
 )

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from polyhvd import __version__
 from polyhvd.bench import command as bench
+from polyhvd.config import Settings
 from polyhvd.launch.elastic import leave
 from polyhvd.launch.hosts import doctor
 from polyhvd.launch.job import status
-from polyhvd.observe import autotune, flight, terminal, timeline
+from polyhvd.observe import autotune, documents, flight, terminal, timeline
 
 __all__ = ["main"]
 
@@ -56,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--print-completion", metavar="SHELL", help="print completions for bash or zsh; needs shtab"
     )
+    parser.add_argument("--version", action="version", version=f"polyhvd {__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="COMMAND")
 
@@ -68,9 +71,17 @@ def _parser() -> argparse.ArgumentParser:
 
     compare = commands.add_parser("flight", help="compare the ranks' last operations after a failure")
     compare.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="files of the ranks, or a folder"
+        "files",
+        type=Path,
+        nargs="*",
+        metavar="FILE",
+        help="files of the ranks, or a folder; default: those of the latest job on this host",
     )
-    compare.set_defaults(run=lambda options: flight.explain(flight.load(options.files)))
+    compare.set_defaults(run=_flight)
+
+    command = commands.add_parser("docs", help="list the topics of the documentation, or print a page")
+    command.add_argument("topic", nargs="?", default="", metavar="TOPIC", help="such as elastic")
+    command.set_defaults(run=lambda o: documents.page(o.topic) if o.topic else documents.listing())
 
     command = commands.add_parser("autotune", help="show the samples and the result of autotuning")
     command.add_argument("log", type=Path, metavar="LOG", help="file written by POLYHVD_AUTOTUNE_LOG")
@@ -96,6 +107,13 @@ def _print_completion(parser: argparse.ArgumentParser, shell: str) -> int:
     except ImportError:
         parser.error("--print-completion needs shtab: pip install 'polyhvd[launcher]'")
     return 0
+
+
+def _flight(options: argparse.Namespace) -> list[str]:
+    if options.files:
+        return flight.explain(flight.load(options.files))
+    files, description = flight.latest(Settings.from_environment().flight_folder or "/tmp")
+    return [*flight.explain(flight.load(files)), "", description]
 
 
 def _autotune(options: argparse.Namespace) -> list[str]:

@@ -280,13 +280,13 @@ class Settings(_Table):
         "MPI_LIBRARY",
         str,
         "",
-        "Path or file name of MPI's library; empty: found automatically, see docs/mpi.md.",
+        "Path or file name of MPI's library; empty: found automatically, see `polyhvd docs mpi`.",
     )
     nccl_library: str = _row(
         "NCCL_LIBRARY",
         str,
         "",
-        "Path or file name of NCCL's library; empty: found automatically, see docs/gpu.md.",
+        "Path or file name of NCCL's library; empty: found automatically, see `polyhvd docs gpu`.",
     )
     mpi_threads_disable: bool = _row(
         "MPI_THREADS_DISABLE",
@@ -326,7 +326,8 @@ class Settings(_Table):
         _switch,
         False,
         "1: gradients of allgather, broadcast and reducescatter are those of the sum of all ranks' losses; "
-        "0: they are scaled as in Horovod, see docs/migrating-from-horovod.md. The same on every rank.",
+        "0: they are scaled as in Horovod, see `polyhvd docs migrating-from-horovod`. "
+        "The same on every rank.",
     )
     hierarchical_allreduce: bool = _row(
         "HIERARCHICAL_ALLREDUCE",

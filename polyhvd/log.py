@@ -48,5 +48,5 @@ def configure(settings: Settings, rank: int) -> None:
 def report_unknown() -> None:
     """Warn of each variable with our prefixes that the table of configuration does not know."""
     for variable, nearest in unknown().items():
-        hint = f"did you mean {nearest}?" if nearest else "docs/configuration.md has those that are known"
+        hint = f"did you mean {nearest}?" if nearest else "for a list, run: polyhvd docs configuration"
         _LOG.warning("%s is set, but is no variable of polyhvd or Horovod; %s", variable, hint)

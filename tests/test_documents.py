@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+import polyhvd
+from polyhvd import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -47,6 +53,48 @@ def test_functions_that_documents_name_stand_in_the_file_beside_them() -> None:
             missing.append(f"{document.name}: {match[1]} in {match[2]}")
     assert not missing
     assert len(list(found(PLACE))) > 20
+
+
+#: A page in a text that users read: "see: polyhvd docs elastic".
+TOPIC = re.compile(r"polyhvd docs ([a-z][\w-]*)")
+
+
+def texts(path: Path) -> Iterator[str]:
+    """The string literals of a module, without docstrings."""
+    module = ast.parse(path.read_text())
+    bare = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
+            yield node.value
+
+
+def test_messages_name_pages_by_the_command_that_prints_them() -> None:
+    missing = []
+    sources = [path for folder in ("polyhvd", "frameworks") for path in (ROOT / folder).rglob("*.py")]
+    for path in sources:
+        for text in texts(path):
+            if re.search(r"(?<!> )docs/[\w-]+\.md", text):
+                missing.append(f"{path.name}: a user has no file of this name: {text}")
+            for topic in TOPIC.findall(text):
+                if not (ROOT / "docs" / f"{topic}.md").exists():
+                    missing.append(f"{path.name}: no page: {text}")
+    assert not missing
+
+
+def test_every_page_is_printed_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["docs"]) == 0
+    topics = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(topics) == sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+    assert cli.main(["docs", "elastic"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == (ROOT / "docs" / "elastic.md").read_text().rstrip("\n")
+    assert cli.main(["docs", "elastc"]) == 1
+    assert capsys.readouterr().err == "polyhvd: docs: no topic 'elastc'; did you mean elastic?\n"
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "polyhvd", "--version"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert printed == f"polyhvd {polyhvd.__version__}\n"
 
 
 MOVED = """

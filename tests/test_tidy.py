@@ -134,8 +134,9 @@ LAYERS = (
     ("__init__",),
     ("bench", "exports", "ray", "runner", "sagemaker", "spark", "testing"),
     ("cli",),
+    ("__main__",),
 )
-FLAT_FILES_MAX = 10
+FLAT_FILES_MAX = 11
 
 #: Files of an adapter's folder, which mean the same in each. All have the first six.
 FILES_OF_ALL = ("adapter", "dialect", "framework", "functions", "state", "verbs")

@@ -110,7 +110,7 @@ def _mpi() -> Finding:
         return Finding("MPI", False, note=f"the configuration cannot be read: {error}")
     found = mpi.probe(settings)
     if isinstance(found, mpi.Found):
-        return Finding("MPI", True, found.version, found.path, "under mpirun; see docs/mpi.md")
+        return Finding("MPI", True, found.version, found.path, "under mpirun; see: polyhvd docs mpi")
     return Finding(
         "MPI",
         False,
@@ -123,7 +123,7 @@ def _cuda() -> Finding:
     found = gpu.probe_cuda()
     if isinstance(found, gpu.Found):
         version = f"{found.version // 1000}.{found.version % 1000 // 10}"
-        return Finding("CUDA driver", True, version, found.path, "for tensors on GPUs; see docs/gpu.md")
+        return Finding("CUDA driver", True, version, found.path, "for tensors on GPUs; see: polyhvd docs gpu")
     return Finding("CUDA driver", False, note=f"{found}; for tensors on GPUs install NVIDIA's driver")
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +13,9 @@ from typing import Any, TypeVar
 
 from polyhvd.observe.terminal import printable
 
-__all__ = ["Dump", "FlightError", "Record", "explain", "load"]
+__all__ = ["Dump", "FlightError", "Record", "explain", "latest", "load"]
 
+_FILES = "polyhvd-flight.*.json"
 _SHOWN = 4  # operations in a list, and further differences
 _NUMBER_MAX = 1 << 64  # fits a float
 _RANKS_MAX = 1 << 20
@@ -151,34 +155,73 @@ def load(files: Iterable[Path]) -> list[Dump]:
     return dumps
 
 
+def latest(place: str) -> tuple[list[Path], str]:
+    """The files of the job on this host that has written files last, and a line that describes it.
+
+    Args:
+        place: the folder for files that the settings name, or the system's for temporary files.
+
+    Raises:
+        FlightError: there are no files of this user.
+    """
+    root = Path(place)
+    files: dict[float, list[Path]] = {}  # by the time of the newest
+    for folder in [root, *root.glob(f"polyhvd-flight-{os.geteuid()}*/*/")]:
+        own = [path for path in folder.glob(_FILES) if _is_own(path)]
+        if own:
+            files[max(path.lstat().st_mtime for path in own)] = own
+    if not files:
+        raise FlightError(
+            f"no job of this user has written files to {root} on this host. Ranks write them when the job "
+            "fails or stalls, and on SIGUSR2. If POLYHVD_FLIGHT_DIR or TMPDIR of the job was another folder, "
+            "use: polyhvd flight FOLDER"
+        )
+    written, own = max(files.items())
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
+    return own, f"These are the latest files on this host, written at {at}: {printable(str(own[0].parent))}"
+
+
+def _is_own(path: Path) -> bool:
+    status = path.lstat()
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
 def _listed(files: Iterable[Path]) -> Iterator[Path]:
     for path in files:
         if not path.is_dir():
             yield path
             continue
-        found = sorted(path.glob("polyhvd-flight.*.json"))
+        found = sorted(path.glob(_FILES))
         if not found:
-            raise FlightError(f"{path}: there is no polyhvd-flight.*.json in this folder")
+            raise FlightError(f"{path}: there is no {_FILES} in this folder")
         yield from found
 
 
 def explain(dumps: Sequence[Dump]) -> list[str]:
-    """Say for each rank where it is, then what differs, in lines of plain words."""
-    lines = [_where(dump) for dump in dumps]
+    """What differs between the ranks, then the position of each rank, in lines of text."""
+    lines = _reasons(dumps) + _conclusion(dumps) + [""] + [_where(dump) for dump in dumps]
     missing = sorted(set(range(dumps[0].size)) - {dump.rank for dump in dumps})
     if missing:
-        lines.append(f"{_ranks(missing)}: no file; killed before it was written, or not given here")
+        why = "a rank writes none if it waits for no other, has finished or was killed"
+        lines.append(f"{_ranks(missing)}: no file; {why}")
     apart_s = max(dump.unix_s for dump in dumps) - min(dump.unix_s for dump in dumps)
     if apart_s > 1:
-        lines.append(f"The files were written {apart_s} s apart: some ranks may have gone on meanwhile.")
-    lines.append("")
+        lines.append(f"The files were written {apart_s} s apart: some ranks may have continued meanwhile.")
+    return lines
+
+
+def _reasons(dumps: Sequence[Dump]) -> list[str]:
+    by_reason: dict[str, list[int]] = {}
+    for dump in dumps:
+        by_reason.setdefault(printable(dump.reason), []).append(dump.rank)
+    return [f"Written by {_ranks(ranks)} because: {reason}" for reason, ranks in by_reason.items()]
+
+
+def _conclusion(dumps: Sequence[Dump]) -> list[str]:
     differences = _unfinished(dumps) + _not_submitted(dumps)
     if not differences:
-        return [
-            *lines,
-            "They ran the same operations, and wait for none that others have not submitted.",
-        ]
-    lines += ["The first difference:", f"  {differences[0]}"]
+        return ["They ran the same operations, and wait for none that others have not submitted."]
+    lines = ["The first difference:", f"  {differences[0]}"]
     if len(differences) > 1:
         lines += ["After it:", *(f"  {text}" for text in differences[1 : _SHOWN + 1])]
     if len(differences) > _SHOWN + 1:
@@ -188,8 +231,7 @@ def explain(dumps: Sequence[Dump]) -> list[str]:
 
 def _where(dump: Dump) -> str:
     last = dump.last_done
-    host, reason = printable(dump.host), printable(dump.reason)
-    text = f"rank {dump.rank} (pid {dump.pid} on {host}; written because: {reason}): "
+    text = f"rank {dump.rank} (pid {dump.pid} on {printable(dump.host)}): "
     text += f"completed batch {last.batch}, {_name(last.key)}" if last else "completed nothing"
     pending = [record for record in dump.records if record.state not in ("done", "refused")]
     shown = [

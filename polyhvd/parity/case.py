@@ -321,7 +321,7 @@ def from_file(path: Path) -> Case:
     for name, called in (("build", "build(framework)"), ("batch", "batch(framework, step)")):
         if not callable(known.get(name)):
             raise BadCaseError(
-                f"{path}: has no function {called}; docs/parity.md has an example of a whole case"
+                f"{path}: has no function {called}; for an example of a whole case, run: polyhvd docs parity"
             )
     given = {name: known[name] for name in _OPTIONAL if name in known}
     _check_options(path, given)

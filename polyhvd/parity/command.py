@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="polyhvd parity",
         description="Train one network in several frameworks, alone and on several ranks, and report whether "
         "they agree, and where they first differ.",
-        epilog=f"exit status: {statuses}. docs/parity.md has more.",
+        epilog=f"exit status: {statuses}. More: polyhvd docs parity",
     )
     add = parser.add_argument
     add(

@@ -90,7 +90,7 @@ ADVICE = {
     "gradient": "Activations and losses agree, and this gradient, before it is averaged, does not: "
     "compare by what the loss is divided, and the backward pass of the layers behind this one.",
     "update": "The gradients agree, and what the optimizer makes of them does not: compare its "
-    "numbers with the table of optimizers in docs/parity.md (epsilon, decay, momentum, bias "
+    "numbers with the table of optimizers of: polyhvd docs parity (epsilon, decay, momentum, bias "
     "correction, clipping).",
     "loss": "All activations agree, and the loss does not: compare the loss functions (a mean or a "
     "sum? half of the square?).",

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def loaded(folder: Path, count: int) -> list[flight.Dump]:
 
 def differences(dumps: list[flight.Dump]) -> list[str]:
     lines = flight.explain(dumps)
-    return [line.strip() for line in lines[lines.index("") + 1 :]]
+    start = next(i for i, line in enumerate(lines) if not line.startswith("Written by "))
+    return [line.strip() for line in lines[start : lines.index("")]]
 
 
 def test_survivors_of_a_killed_rank_write_their_last_operations(
@@ -84,13 +86,14 @@ def test_a_rank_that_skips_an_operation_is_named_with_it(
     loaded(tmp_path, 3)
     assert cli.main(["flight", *map(str, dumps_in(tmp_path))]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "SIGUSR2" in lines[0]
-    first = lines[lines.index("The first difference:") + 1]
+    assert lines[:2] == ["Written by ranks 0, 1, 2 because: SIGUSR2", "The first difference:"]
+    first = lines[2]
     # The second operation of the second step was batch 5, as all are alone.
     assert "allreduce 'second'" in first
     assert "asked for by ranks 0, 2; not by rank 1, which last ran it in batch 5" in first
-    assert "allreduce 'third'" in lines[-1]
-    assert "asked for by rank 1; not by ranks 0, 2" in lines[-1]
+    last = lines[lines.index("") - 1]
+    assert "allreduce 'third'" in last
+    assert "asked for by rank 1; not by ranks 0, 2" in last
 
 
 def reduce_once(name: str) -> float:
@@ -219,6 +222,28 @@ def test_the_signal_to_a_forked_child_is_not_the_ranks(tmp_path: Path) -> None:
     )
     assert done.stdout.split() == [str(int(signal.SIGUSR2))], done.stderr
     assert not dumps_in(tmp_path)
+
+
+def test_without_files_the_command_reads_those_of_the_latest_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYHVD_FLIGHT_DIR", str(tmp_path))
+    assert cli.main(["flight"]) == 1
+    assert f"no job of this user has written files to {tmp_path}" in capsys.readouterr().err
+    for age_s, job in ((5, "job-old"), (1, "job-new"), (9, "job-first")):
+        folder = tmp_path / f"polyhvd-flight-{os.geteuid()}" / job
+        folder.mkdir(parents=True)
+        dump = write_dump(folder, 0, 2, [record(1, job, state="announced")])
+        written = time.time() - age_s
+        os.utime(dump.rename(folder / "polyhvd-flight.rank0.1.json"), (written, written))
+    foreign = tmp_path / f"polyhvd-flight-{os.geteuid()}" / "linked"
+    foreign.mkdir()
+    (foreign / "polyhvd-flight.rank0.2.json").symlink_to("/etc/passwd")
+    assert cli.main(["flight"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["Written by rank 0 because: a test", "The first difference:"]
+    assert "'job-new'" in lines[2]
+    assert lines[-1].endswith(f"{tmp_path}/polyhvd-flight-{os.geteuid()}/job-new")
 
 
 # Reading -----------------------------------------------------------------------

@@ -278,7 +278,8 @@ def _add_ending(parser: Parser) -> None:
 
 def _add_elastic(parser: Parser) -> None:
     add = parser.add_argument_group(
-        "elastic jobs", "--min-np makes a job elastic: it continues when ranks are lost; see docs/elastic.md"
+        "elastic jobs",
+        "--min-np makes a job elastic: it continues when ranks are lost; see: polyhvd docs elastic",
     ).add_argument
     add("--min-np", "--min-num-proc", type=_positive, metavar="N", help="minimum number of ranks")
     add(
@@ -442,7 +443,7 @@ def interface_of(options: argparse.Namespace) -> str:
 
 def _add_settings(parser: Parser) -> None:
     settings = parser.add_argument_group(
-        "settings", "each option sets a POLYHVD_ variable on all ranks; see docs/configuration.md"
+        "settings", "each option sets a POLYHVD_ variable on all ranks; see: polyhvd docs configuration"
     )
     for option, (variable, metavar, meaning) in SETTINGS.items():
         if metavar is not None:

@@ -66,7 +66,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         help="seconds for hosts to answer; default: 30",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON; see docs/doctor.md")
+    parser.add_argument(
+        "--json", action="store_true", help="print the report as JSON; see: polyhvd docs doctor"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

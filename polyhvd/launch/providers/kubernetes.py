@@ -62,7 +62,7 @@ class KubernetesProvider(MeetingProvider):
                 f"init(): this pod is called {host!r}, and not after its index {claim.rank} ({claim.seen}), "
                 "so rank 0 cannot be found by its name (does the pod have hostNetwork?). Set in the "
                 f"container's env RANK={claim.rank}, by a fieldRef, WORLD_SIZE={claim.size} and MASTER_ADDR, "
-                "the address of rank 0, as docs/kubernetes.md shows"
+                "the address of rank 0, see: polyhvd docs kubernetes"
             )
         root = f"{name}-0{dot}{domain}"  # HOSTNAME may be anything
         return super().meeting_point(replace(claim, root=root, job_id=f"kubernetes {root}"), settings, secret)

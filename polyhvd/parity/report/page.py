@@ -25,7 +25,7 @@ _LEVELS = (
 )
 #: What to look at where nothing could be compared.
 _ADVICE = {
-    "bad-case": "Correct the case as the message says; docs/parity.md has an example of a whole one.",
+    "bad-case": "Correct the case as the message says. For an example, run: polyhvd docs parity",
     "not-installed": "Install the framework, or leave it out of --frameworks.",
     "rank-died": "Run the case in that framework alone (--frameworks NAME --np 1), and read what it prints.",
     "models": "Make both models with the same layers in the same order, and freeze the same weights.",
