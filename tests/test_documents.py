@@ -15,7 +15,7 @@ import polyhvd
 from polyhvd import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])
 #: A path in backticks, or the target of a link within the repository.
 PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)+/?)`|\]\(((?!https?:)[\w./-]+)\)")
 #: "`OpQueue::submit` (`polyhvd/csrc/engine/op_queue.cc`)": a name, and the file that it stands in.
@@ -89,6 +89,20 @@ def test_every_page_is_printed_by_the_command(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.rstrip("\n") == (ROOT / "docs" / "elastic.md").read_text().rstrip("\n")
     assert cli.main(["docs", "elastc"]) == 1
     assert capsys.readouterr().err == "polyhvd: docs: no topic 'elastc'; did you mean elastic?\n"
+
+
+def test_every_example_is_in_the_list_of_examples_with_its_command() -> None:
+    listed = (ROOT / "examples" / "README.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f"({path.name})" in listed
+    for command in re.findall(r"`((?:polyhvdrun|python) [^`]*)`", listed):
+        programs = [ROOT / name for name in re.findall(r"\S+\.py", command)]
+        described = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in programs]
+        assert any(command in text for text in described), f"no example describes {command}"
+
+
+def test_the_citation_has_the_version() -> None:
+    assert f"\nversion: {polyhvd.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_module_is_the_command() -> None:
