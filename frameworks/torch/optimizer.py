@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from polyhvd.torch.adasum import AdasumOptimizer, Steps
@@ -20,6 +20,7 @@ from polyhvd.training.options import Options, passes_per_step
 __all__ = ["distribute"]
 
 Tensor = torch.Tensor
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -189,10 +190,10 @@ def _checked_names(
 
 
 def distribute(
-    optimizer: torch.optim.Optimizer,
+    optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, Tensor]] | None,
     options: Options,
-) -> Any:
+) -> OptimizerT:
     """Put a class that reduces before that of an optimizer, and return it; see the wrapper for the arguments.
 
     Raises:
@@ -216,7 +217,7 @@ def distribute(
     return _in_class(optimizer, _DistributedOptimizer, "_gradients", gradients)
 
 
-def _in_class(optimizer: torch.optim.Optimizer, mixin: type, attribute: str, value: Any) -> Any:
+def _in_class(optimizer: OptimizerT, mixin: type, attribute: str, value: Any) -> OptimizerT:
     """The same object, so that whatever refers to it (a scheduler) sees the new ``step()``."""
     base = type(optimizer)
     if hasattr(optimizer.__dict__.get("step"), "__wrapped__"):

@@ -29,6 +29,13 @@ def main(model: torch.nn.Module, weights: Tensor, gradients: list[Tensor]) -> fl
     assert_type(handle, Handle[Tensor])
     assert_type(hvd.poll(handle), bool)
     assert_type(hvd.rank() + hvd.size(), int)
+    plain = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=hvd.Sum)
+    assert_type(optimizer, torch.optim.Adam)
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    hvd.DistributedOptimizer(model)  # type: ignore[type-var]
+    hvd.DistributedOptimizer(plain, compresion=None)  # type: ignore[call-arg]
+    hvd.allreduse(weights)  # type: ignore[attr-defined]
     hvd.allreduce("weights")  # type: ignore[arg-type]
     hvd.allreduce(weights, opp=hvd.Sum)  # type: ignore[call-arg]
     hvd.allreduce_(1.0)  # type: ignore[arg-type]

@@ -61,6 +61,7 @@ COMMON = (
     ("collections.abc", "Iterable", "Iterable["),
     ("collections.abc", "Sequence", "Sequence["),
     ("typing", "Any", "-> Any:"),
+    ("typing", "Any", ": Any"),
     ("typing", "TypeVar", "TypeVar("),
     ("typing", "overload", "@overload"),
     ("polyhvd.collectives.adapter", "Handle", "Handle["),
@@ -218,7 +219,8 @@ def _wrapper(wrappers: Wrappers, wrapper: Wrapper) -> str:
     names = wrapper.order.split()
     rows = [wrappers.parameters[name] for name in names if name != "*"]
     rows = [replace(row, text=wrapper.texts.get(row.name, row.text)) for row in rows]
-    signature = _signature(wrapper.name, rows, "Any")
+    own_type = _type_variable(rows[0])
+    signature = _signature(wrapper.name, [replace(rows[0], type=own_type), *rows[1:]], own_type)
     if "*" in names:
         signature.insert(names.index("*") + 1, "    *,")
     options = [f"{name}={name}" for name in names if name in OPTIONS]
@@ -233,6 +235,20 @@ def _wrapper(wrappers: Wrappers, wrapper: Wrapper) -> str:
     return "\n".join((*lines, "    return " + _call(wrapper.calls, arguments), ""))
 
 
+def _type_variable(wrapped: Parameter) -> str:
+    """The type of a parameter that is also the result's, such as OptimizerT."""
+    return f"{wrapped.name.capitalize()}T"
+
+
+def _type_variables(wrappers: Wrappers) -> str:
+    lines = []
+    for name in dict.fromkeys(wrapper.order.split()[0] for wrapper in wrappers.functions):
+        row = wrappers.parameters[name]
+        bound = "" if row.type == "Any" else f", bound={row.type}"
+        lines.append(f'{_type_variable(row)} = TypeVar("{_type_variable(row)}"{bound})')
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def _module(
     header: str, own: Iterable[str], names: Iterable[str], variables: str, functions: Iterable[str]
 ) -> str:
@@ -240,7 +256,7 @@ def _module(
     text = f"{variables}\n\n" + "\n\n".join(functions)
     imports: dict[str, list[str]] = {}
     for module, name, mark in COMMON:
-        if mark in text:
+        if mark in text and name not in imports.get(module, []):
             imports.setdefault(module, []).append(name)
     lines = {module: f"from {module} import {', '.join(found)}" for module, found in imports.items()}
     standard = [line for module, line in lines.items() if not module.startswith("polyhvd")]
@@ -310,7 +326,8 @@ def _sources(frameworks: Path) -> Iterator[tuple[str, Path, str]]:
         header = HEADER_OF_WRAPPERS.format(title=wrappers.title)
         names = [wrapper.name for wrapper in wrappers.functions]
         functions = [_wrapper(wrappers, wrapper) for wrapper in wrappers.functions]
-        yield name, frameworks / name / "wrappers.py", _module(header, wrappers.imports, names, "", functions)
+        text = _module(header, wrappers.imports, names, _type_variables(wrappers), functions)
+        yield name, frameworks / name / "wrappers.py", text
 
 
 def write(frameworks: Path, names: Collection[str] = ()) -> list[Path]:
