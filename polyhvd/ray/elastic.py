@@ -229,7 +229,7 @@ class Jobs:
         """End the job that runs, if there is one."""
         with self._lock:
             if self._job is not None:
-                self._job.stop()
+                self._job.stop("the elastic job has ended: shutdown() has been called")
 
     def _hosts(self, held: Counter[str]) -> Mapping[str, int]:
         if isinstance(self._discovery, RayHostDiscovery):

@@ -52,6 +52,7 @@ class Server:
         on_other_secret: see :class:`polyhvd.rendezvous.handshakes.Handshakes`; on the server's thread.
         observe: called with scope, index and value of what peers write, on the server's thread; it must not
             wait.
+        observe_loss: likewise, with scope and index of an own value whose connection has ended.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class Server:
         generation: int | None = None,
         on_other_secret: OnOtherSecret | None = None,
         observe: Callable[[str, int, bytes], None] | None = None,
+        observe_loss: Callable[[str, int], None] | None = None,
     ) -> None:
         self.endpoint = ""
         self._generation = generation
-        self._observe = observe
+        self._observe, self._observe_loss = observe, observe_loss
         #: Commands of other threads; appending and popping are atomic.
         self._commands: deque[Callable[[], None]] = deque()
         if listener is None:
@@ -254,6 +256,8 @@ class Server:
         self._values.remove_peer(peer)
         for scope, index in peer.own:
             self._values.forget(scope, index, peer.rank)
+            if self._observe_loss is not None:
+                self._observe_loss(scope, index)
 
 
 def _listener(address: str) -> socket.socket:

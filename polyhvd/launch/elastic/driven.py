@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,15 +13,32 @@ from polyhvd.rendezvous.server import Server
 from polyhvd.runtime.placement import Placement
 
 if TYPE_CHECKING:
-    from polyhvd.elastic.limits import Limits
-    from polyhvd.launch.elastic.discovery import Discovery
+    from collections.abc import Callable
 
-__all__ = ["HEARTBEAT_TIMEOUT_S", "RESUME_STATUS", "DrivenJob", "Elastic"]
+    from polyhvd.elastic.limits import Limits
+
+__all__ = ["HEARTBEAT_TIMEOUT_S", "RESUME_STATUS", "DrivenJob", "Elastic", "Hosts"]
 
 #: Replaces :mod:`polyhvd.launch.job.agent`'s. Ranks wait for a host that is cut off until it is given up,
 #: which has to happen within 5 s. It costs a heartbeat every two thirds of a second. An agent that is stopped
 #: or starved for three seconds still answers in time.
 HEARTBEAT_TIMEOUT_S = 4.0
+
+
+class Hosts(Protocol):
+    """Hosts that change, as the driver sees them: :class:`polyhvd.launch.elastic.discovery.Discovery`."""
+
+    def begin(self, ring: Callable[[], None]) -> None:
+        """Begin; ``ring`` is called, on any thread, when there is something to take."""
+
+    def take(self) -> Mapping[str, int] | None:
+        """The hosts with their slots, if they have changed since they were taken last."""
+
+    def complaints(self) -> list[str]:
+        """New messages for the user, each once."""
+
+    def close(self) -> None:
+        """End, without waiting."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +47,7 @@ class Elastic:
 
     limits: Limits
     hosts: list[Host]  #: at the beginning
-    discovery: Discovery | None = None  #: None: the hosts stay these
+    discovery: Hosts | None = None  #: None: the hosts stay these
     slow_factor: float = 1.5  #: a rank is slow if it takes this many times as long as the others
     evicts_slow: bool = False  #: whether a spare takes its place
     on_state_lost: str = "fail"  #: or "restart": what train() does where no process has the state any more

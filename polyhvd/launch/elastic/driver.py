@@ -307,9 +307,14 @@ class Driver:
                 self._report(f"{self._named(member)} leaves with notice")
         self._do(self._membership.leaves(sorted(members), now))
 
-    def _named(self, member: int) -> str:
+    def rank_of(self, member: int) -> int | None:
+        """The rank of a process in the present world; None: it has none."""
         ranks = self._membership.ranks
-        place = f"rank {ranks.index(member)}" if member in ranks else "no rank"
+        return ranks.index(member) if member in ranks else None
+
+    def _named(self, member: int) -> str:
+        rank = self.rank_of(member)
+        place = "no rank" if rank is None else f"rank {rank}"
         return f"process {member} ({place}) on {self._membership.host_of(member)}"
 
     def situation(self, running: Set[int], late: Mapping[str, float], now: float) -> Situation:
