@@ -15,6 +15,7 @@ if not is_installed("pyspark"):
 
 from polyhvd.spark import task
 from polyhvd.spark.backend import Backend, LocalBackend, SparkBackend
+from polyhvd.spark.elastic import run_elastic
 from polyhvd.spark.running import run
 from polyhvd.spark.store import DBFSLocalStore, FilesystemStore, HDFSStore, LocalStore, Store
 
@@ -28,5 +29,6 @@ __all__ = [
     "SparkBackend",
     "Store",
     "run",
+    "run_elastic",
     "task",
 ]

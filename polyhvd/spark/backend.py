@@ -69,7 +69,7 @@ class SparkBackend(Backend):
 
     def num_processes(self) -> int:
         """As of :class:`Backend`; 0: it is not known."""
-        return (find().slots() or 0) if self._num_proc is None else self._num_proc
+        return (find("SparkBackend").slots() or 0) if self._num_proc is None else self._num_proc
 
 
 class LocalBackend(Backend):

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = ["Cluster", "find"]
 
 _TASKS_MAX = 10_000  # of one stage, to look at
+_ANY_PORT = 9
 _FLUSH_S = 2.0  # from a heartbeat to what the status store has
 
 
@@ -52,6 +55,14 @@ class Cluster(abc.ABC):
     @abc.abstractmethod
     def described(self) -> str:
         """What there is, for messages."""
+
+    @abc.abstractmethod
+    def thread(self, function: Callable[[], None]) -> threading.Thread:
+        """A thread that calls the function, with the job group and the tags of this one."""
+
+    @abc.abstractmethod
+    def driver_host(self) -> str:
+        """Name or address of this host, at which executors reach this process."""
 
 
 class ClassicCluster(Cluster):
@@ -112,6 +123,17 @@ class ClassicCluster(Cluster):
         active = sum(executor.activeTasks() for executor in executors)
         return f"{self.slots()} slots, in which {active} tasks are running"
 
+    def thread(self, function: Callable[[], None]) -> threading.Thread:
+        """PySpark's."""
+        from pyspark import InheritableThread
+
+        made: threading.Thread = InheritableThread(function)
+        return made
+
+    def driver_host(self) -> str:
+        """Where executors reach the JVM, which is on this host."""
+        return str(self._scala.conf().get("spark.driver.host"))
+
     def _jobs(self, tag: str) -> list[Any]:
         jobs = _items(self._scala.statusStore().jobsList(None))
         return [job for job in jobs if tag in job.jobTags().mkString(" ").split()]
@@ -166,9 +188,30 @@ class ConnectCluster(Cluster):
         slots = self.slots()
         return f"{'an unknown number of' if slots is None else slots} slots"
 
+    def thread(self, function: Callable[[], None]) -> threading.Thread:
+        """One that adds the tags of this thread to its own."""
+        tags = self.session.getTags()
 
-def find() -> Cluster:
+        def call() -> None:
+            for tag in tags:
+                self.session.addTag(tag)
+            function()
+
+        return threading.Thread(target=call)
+
+    def driver_host(self) -> str:
+        """The address from which this host reaches the server; executors may be in other networks."""
+        host = str(self.session.client.host)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, _ANY_PORT))  # sends nothing
+            return str(probe.getsockname()[0])
+
+
+def find(caller: str) -> Cluster:
     """The cluster of the session of this process.
+
+    Args:
+        caller: with which messages begin.
 
     Raises:
         RuntimeError: there is no session.
@@ -179,7 +222,7 @@ def find() -> Cluster:
         session = SparkSession.active()
     except Exception:  # of a class that depends on the version
         raise RuntimeError(
-            "polyhvd.spark.run(): there is no session of Spark in this process; make one with "
+            f"{caller}: there is no session of Spark in this process; make one with "
             "SparkSession.builder.getOrCreate()"
         ) from None
     is_connect = type(session).__module__.startswith("pyspark.sql.connect")

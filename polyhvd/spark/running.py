@@ -16,10 +16,10 @@ from polyhvd.launch.job.function import in_a_line, load_error, load_result, payl
 from polyhvd.spark.cluster import Cluster, find
 from polyhvd.spark.worker import SCHEMA, Kind, Plan, task_of
 
-__all__ = ["run"]
+__all__ = ["START_TIMEOUT_S", "in_short", "run", "wanted_size"]
 
 _LOG = logging.getLogger("polyhvd")
-_START_TIMEOUT_S = 600.0  # as with Horovod
+START_TIMEOUT_S = 600.0  # as with Horovod
 _LOOK_S = 0.1
 _JAVA = re.compile(r"^(\t(at|\.\.\.) |Caused by: ).*$", re.MULTILINE)  # lines of its stacks
 
@@ -82,15 +82,8 @@ def run(
     if not callable(fn):
         raise TypeError(f"polyhvd.spark.run(): fn must be a function; found {fn!r}")
     payload = payload_of((fn, tuple(args), dict(kwargs or {})), "polyhvd.spark.run()")
-    cluster = find()
-    size = cluster.slots() if num_proc is None else int(num_proc)
-    if size is None or size < 1:
-        hint = f"found {num_proc}"
-        if num_proc is None:
-            hint = (
-                "the number of Spark's slots is not known here" if size is None else "Spark has no slots yet"
-            )
-        raise ValueError(f"polyhvd.spark.run(): num_proc must be a positive number; {hint}")
+    cluster = find("polyhvd.spark.run()")
+    size = wanted_size(cluster, num_proc, "polyhvd.spark.run()")
     plan = Plan(
         payload=payload,
         variables=dict(env or {}),
@@ -98,7 +91,7 @@ def run(
         python=executable,
         captured=(stdout is not None, stderr is not None),
     )
-    timeout_s = _START_TIMEOUT_S if start_timeout is None else float(start_timeout)
+    timeout_s = START_TIMEOUT_S if start_timeout is None else float(start_timeout)
     if verbose and _LOG.isEnabledFor(logging.INFO):
         _LOG.info("polyhvd.spark.run(): %d ranks on Spark with %s", size, cluster.described())
     rows = _Job(cluster, size, timeout_s, f"polyhvd-{uuid.uuid4().hex}").collect(plan)
@@ -108,6 +101,17 @@ def run(
             for line in text.splitlines() if stream is not None else ():
                 print(f"[{rank}]<{kind}>:{line}", file=stream)
     return _results(rows, size)
+
+
+def wanted_size(cluster: Cluster, num_proc: int | None, caller: str) -> int:
+    """The number of ranks; None: the number of slots. Raises a ValueError that begins with ``caller``."""
+    size = cluster.slots() if num_proc is None else int(num_proc)
+    if size is not None and size >= 1:
+        return size
+    hint = f"found {num_proc}"
+    if num_proc is None:
+        hint = "the number of Spark's slots is not known here" if size is None else "Spark has no slots yet"
+    raise ValueError(f"{caller}: num_proc must be a positive number; {hint}")
 
 
 #: What tasks have yielded, by kind and rank, in the order in which it came.
@@ -144,7 +148,7 @@ class _Job:
                     rows[kind, rank] = rows.get((kind, rank), b"") + bytes(data)
         except Exception as error:
             lost = self._cluster.lost(self._tag)
-            failure = self._verdict or RuntimeError(f"polyhvd.spark.run(): {lost or _in_short(error)}")
+            failure = self._verdict or RuntimeError(f"polyhvd.spark.run(): {lost or in_short(error)}")
             raise failure from error
         except BaseException:
             self._cluster.cancel(self._tag)
@@ -183,7 +187,7 @@ class _Job:
         )
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: BaseException) -> str:
     """The message of Spark, without the stack of its JVM."""
     java = getattr(error, "java_exception", None)
     text = str(error if java is None else java.getMessage()).partition("\nDriver stacktrace:")[0]

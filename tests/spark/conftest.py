@@ -57,7 +57,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     made = builder.getOrCreate()
     made.sparkContext.setLogLevel("OFF")
     deadline = time.monotonic() + START_S
-    while cluster.find().slots() < 2:
+    while cluster.find("the tests").slots() < 2:
         assert time.monotonic() < deadline, "the executors have not registered"
         time.sleep(0.1)
     yield made

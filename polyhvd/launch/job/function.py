@@ -163,7 +163,10 @@ def payload_of(call: Call, caller: str) -> bytes:
 
 
 def start_rank(
-    python: str | None, variables: Mapping[str, str], outputs: Sequence[IO[bytes] | None]
+    python: str | None,
+    variables: Mapping[str, str],
+    outputs: Sequence[IO[bytes] | None],
+    descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start this module's program, which is a rank and ends with this process.
 
@@ -171,6 +174,7 @@ def start_rank(
         python: None: that of this process.
         variables: of its environment, beside those of this process.
         outputs: files for what it prints and for its errors; None: those of this process.
+        descriptors: that it inherits.
 
     Raises:
         OSError: it cannot be started.
@@ -183,6 +187,7 @@ def start_rank(
         stdout=outputs[0],
         stderr=outputs[1],
         start_new_session=True,  # a group, with its children
+        pass_fds=descriptors,
     )
 
 
