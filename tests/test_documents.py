@@ -15,7 +15,7 @@ import polyhvd
 from polyhvd import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "examples" / "README.md"])
 #: A path in backticks, or the target of a link within the repository.
 PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)+/?)`|\]\(((?!https?:)[\w./-]+)\)")
 #: "`OpQueue::submit` (`polyhvd/csrc/engine/op_queue.cc`)": a name, and the file that it stands in.

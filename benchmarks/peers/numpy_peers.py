@@ -72,7 +72,7 @@ class Floor(Peer):
 
     def _copy(self, workload: Workload) -> Call:
         count = workload.elements[0]
-        # Pages: copies that begin elsewhere may be far slower; see docs/performance.md.
+        # Pages: copies that begin elsewhere may be far slower; see docs/internals/where-time-goes.md.
         source, target = (np.frombuffer(mmap.mmap(-1, count), workload.dtype) for _ in range(2))
         source[:], target[:] = 1, 0
         return lambda: np.copyto(target, source)
