@@ -1,9 +1,10 @@
-"""Uncaught errors: the line that one of ``init()`` prints, and the text that other ranks receive.
+"""Uncaught errors: how they are printed, and the text that other ranks receive.
 
 An error of ``init()`` that ends the program is printed as one line, with the caller's place. The exception
 itself is an ordinary one, with its whole traceback, for whoever catches it: programs, notebooks, debuggers,
 pytest. Only what Python would print as the program ends is shortened: the frames between the caller's line
-and the message are polyhvd's. A hook of another library stays.
+and the message are polyhvd's. Other errors of polyhvd are printed with their traceback, which ends at the
+caller's line. A hook of another library stays.
 
 Python keeps the exception that has ended the main thread. It does not keep the argument of ``SystemExit``,
 nor the exception of another thread: :func:`watch_ends` records these.
@@ -76,11 +77,11 @@ def shorten(error: Exception, entered: CodeType) -> None:
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    line = None if _is_watched() else _line(error, trace)
-    if line is None or sys.stderr is None:
+    text = None if _is_watched() else _line(error, trace) or _without_own_frames(error, trace)
+    if text is None or sys.stderr is None:
         sys.__excepthook__(kind, error, trace)
     else:
-        sys.stderr.write(line)
+        sys.stderr.write(text)
         sys.stderr.flush()
 
 
@@ -114,8 +115,10 @@ _watched_child = 0  # the last process for which watch_child() has been called
 
 
 def watch_ends() -> None:
-    """Record arguments of ``SystemExit``, and the first exception of a thread; called once."""
+    """Record how the program ends, and print errors without frames of polyhvd; called once."""
     _watch_exits()
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _hook
     former = threading.excepthook
 
     def hook(failed: threading.ExceptHookArgs) -> None:
@@ -315,6 +318,27 @@ def _line(error: BaseException, trace: TracebackType | None) -> str | None:
     for frame, number in traceback.walk_tb(trace):
         if frame.f_code is entered:
             break
-        if not f"{frame.f_globals.get('__name__')}.".startswith("polyhvd."):
+        if not _is_own(frame):
             place = f"{frame.f_code.co_filename}:{number}: "
     return place + "".join(traceback.format_exception_only(type(error), error))
+
+
+def _without_own_frames(error: BaseException, trace: TracebackType | None) -> str | None:
+    """The traceback up to the call of polyhvd, of an error that describes itself; None for another error."""
+    if not isinstance(error, (HorovodInternalError, InvalidArgumentError, NotInitializedError)):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    kept = len(frames)
+    while kept and _is_own(frames[kept - 1]):
+        kept -= 1
+    if not kept:
+        return None
+    shown = traceback.TracebackException(type(error), error, trace)
+    del shown.stack[kept:]
+    if type(error.__cause__) is type(error):  # the same one, before it was given the name of a parameter
+        shown.__cause__ = None
+    return "".join(shown.format())
+
+
+def _is_own(frame: FrameType) -> bool:
+    return f"{frame.f_globals.get('__name__')}.".startswith("polyhvd.")

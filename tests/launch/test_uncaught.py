@@ -159,3 +159,29 @@ def test_a_hook_of_somebody_else_is_left_alone(run: Run) -> None:
 def test_a_debugger_after_the_end_has_all_frames(run: Run) -> None:
     done = run(TRAIN, "-m", "pdb", "-c", "continue", text="where\nquit\n", **WRONG)
     assert "config.py" in done.stdout
+
+
+MISMATCH = """
+import numpy as np
+import polyhvd.numpy as hvd
+
+hvd.init()
+hvd.allreduce(np.ones(4), op="median", name="gradient")
+"""
+
+
+def test_the_traceback_of_an_error_of_polyhvd_ends_at_the_call(run: Run) -> None:
+    done = run(MISMATCH)
+    assert done.returncode == 1
+    assert [line.split(", in")[0] for line in done.stderr.splitlines() if "File" in line] == [
+        f'  File "{done.args[-1]}", line 6'
+    ]
+    assert "polyhvd.errors.InvalidArgumentError: " in done.stderr
+    assert "polyhvd/collectives" in run(MISMATCH, POLYHVD_LOG_LEVEL="debug").stderr
+
+
+def test_the_cause_of_another_class_stays_in_the_traceback(run: Run) -> None:
+    done = run(f"{TRAIN}hvd.shutdown()\ntry: 1 / 0\nexcept ZeroDivisionError: hvd.rank()\n")
+    assert "ZeroDivisionError: division by zero" in done.stderr
+    assert "During handling of the above exception" in done.stderr
+    assert "polyhvd/__init__.py" not in done.stderr

@@ -112,3 +112,12 @@ def test_an_error_is_raised_on_every_rank_before_the_step(op: str) -> None:
     with raises(RankMismatchError, "rank 1 has other values than rank 0"):
         train(module, optimizer)
     assert all(map(torch.equal, before, module.parameters()))
+
+
+def test_an_error_of_backward_names_the_line_of_the_program() -> None:
+    width = 4 + hvd.rank()
+    weight = torch.nn.Parameter(torch.ones(width))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], 0.1), [("wide", weight)])
+    with raises(RankMismatchError, "'wide'", "rank 0 sent float32 [4] (test_torch_drift.py:", "rank 1 sent"):
+        (weight * torch.ones(width)).sum().backward()
+        optimizer.step()

@@ -5,8 +5,10 @@
 
 namespace polyhvd {
 
-// "train.py:88": the innermost frame outside polyhvd. Only for operations that
-// are new to the response cache, so it may take a microsecond. Needs Python's lock.
+// "train.py:88": the innermost frame outside polyhvd and the frameworks; if there is
+// none, as in a thread of a framework, the innermost one outside polyhvd. Only for
+// operations that are new to the response cache, so it may take some microseconds.
+// Needs Python's lock.
 std::string caller_line();
 
 }  // namespace polyhvd
