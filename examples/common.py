@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -47,6 +48,28 @@ def ray_arguments(description: str, *, epochs: int, batch_size: int, lr: float) 
     )
     parser.add_argument("--folder", help="where to write files that all nodes can read")
     return parser.parse_args()
+
+
+def spark_arguments(description: str, *, epochs: int, batch_size: int, lr: float) -> argparse.Namespace:
+    """Likewise, for jobs on Spark."""
+    parser = _parser(description, epochs, batch_size, lr)
+    parser.add_argument("--workers", type=_positive, default=2, help="number of ranks")
+    parser.add_argument("--folder", help="path or URL that all executors can read and write")
+    return parser.parse_args()
+
+
+def spark_session(builders, args: argparse.Namespace):
+    """The session of spark-submit; without it, one with a thread of this machine for each rank."""
+    builder = builders.builder.appName("digits").config("spark.ui.showConsoleProgress", "false")
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # which spark-submit sets
+        builder = builder.master(f"local[{args.workers}]").config("spark.ui.enabled", "false")
+    return builder.getOrCreate()
+
+
+def frame(spark, images: Images):
+    """A DataFrame with columns ``pixels`` and ``label``."""
+    rows = zip(images.pixels.reshape(len(images), -1).tolist(), images.labels.tolist(), strict=True)
+    return spark.createDataFrame(list(rows), "pixels array<float>, label int")
 
 
 def _parser(description: str, epochs: int, batch_size: int, lr: float) -> argparse.ArgumentParser:

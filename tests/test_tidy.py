@@ -143,7 +143,7 @@ FILES_OF_ALL = ("adapter", "dialect", "framework", "functions", "state", "verbs"
 FILES_OF_MANY = (
     *("base", "batch_norm", "cases", "compression", "data", "derivatives", "elastic", "errors", "names"),
     *("native", "optimizer", "parity", "parity_driver", "passes", "reducer", "samplers", "signatures"),
-    *("sparse", "weights", "wrappers"),
+    *("spark", "sparse", "weights", "wrappers"),
 )
 
 

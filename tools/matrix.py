@@ -45,6 +45,9 @@ class Environment:
     settings: tuple[tuple[str, str], ...] = ()  # environment of the tests
     #: Whether it sees the suite's packages, too, whose Python runs the tests; these start programs in it.
     beside_suite: bool = False
+    #: Whether it sees the suite's packages, too, and its Python runs each file of the extra tests in
+    #: a separate process, which may import a framework.
+    over_suite: bool = False
     #: Whether only `make nightly` has it, since others have the same code paths.
     nightly: bool = False
 
@@ -92,6 +95,17 @@ ENVIRONMENTS = (
         ("numpy>=2,<3", "pandas<3", "pyspark[connect]==4.3.0", "fsspec"),
         (),
         extra_tests=("tests/spark",),
+    ),
+    Environment(
+        "spark-estimators",
+        ("py4j==0.10.9.9", "python-dateutil", "pytz", "tzdata"),
+        (),
+        extra_tests=("tests/spark/test_spark_estimators_torch.py",),
+        without_dependencies=(
+            "pandas==2.2.3",
+            "pyspark==4.3.0",
+        ),  # frameworks and NumPy are those of the suite
+        over_suite=True,
     ),
     Environment("numpy-2", ("numpy>=2,<3", "ml_dtypes"), ("numpy",)),
     Environment(
@@ -196,7 +210,7 @@ def prepare(environment: Environment) -> Path:
     folder = ENVIRONMENTS_FOLDER / environment.name
     python = folder / "bin" / "python"
     wanted = repr((environment.requirements, environment.without_dependencies, TOOLS, sys.version))
-    tools = () if environment.beside_suite else (*TOOLS, "cloudpickle>=2.0")
+    tools = () if environment.beside_suite or environment.over_suite else (*TOOLS, "cloudpickle>=2.0")
     stamp = folder / ("requirements-" + hashlib.sha256(wanted.encode()).hexdigest()[:16])
     if not stamp.exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -216,8 +230,8 @@ def install(python: Path, *arguments: str | Path) -> None:
 
 
 def show_suite_packages(environment: Environment) -> None:
-    """Let an environment that stands beside the suite import this Python's packages, after its own."""
-    if not environment.beside_suite:
+    """Let an environment that stands beside or over the suite import its packages, after its own."""
+    if not environment.beside_suite and not environment.over_suite:
         return
     (packages,) = (ENVIRONMENTS_FOLDER / environment.name).glob("lib/python*/site-packages")
     suite = [path for path in sys.path if Path(path).name == "site-packages"]
@@ -250,8 +264,8 @@ def check(environment: Environment, python: Path, everything: bool) -> None:
         parity = ("tests/parity",) if everything else environment.parity
         run(*pytest, "-k", chosen, *parity, cwd=WORK, env=env)
     extra = environment.extra_tests + (environment.nightly_tests if everything else ())
-    if extra:
-        run(*pytest, *environment.also, *extra, cwd=WORK, env=env)
+    for tests in [(test,) for test in extra] if environment.over_suite else filter(None, [extra]):
+        run(*pytest, *environment.also, *tests, cwd=WORK, env=env)
 
 
 def main() -> None:

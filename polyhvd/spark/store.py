@@ -7,11 +7,11 @@ import contextlib
 import os
 import posixpath
 import uuid
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyhvd.errors import DataError
 
-__all__ = ["DBFSLocalStore", "FilesystemStore", "HDFSStore", "LocalStore", "Store"]
+__all__ = ["DBFSLocalStore", "FilesystemStore", "HDFSStore", "LocalStore", "Place", "Store"]
 
 #: File systems that show a file when it is whole.
 _WHOLE = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"))
@@ -124,6 +124,18 @@ class Store(abc.ABC):
         """
 
 
+class Place(NamedTuple):
+    """Where a file or folder is, for :class:`polyhvd.data.ParquetLoader` and ``write_parquet``.
+
+    Args:
+        path: in the file system.
+        filesystem: of fsspec; None: the local one.
+    """
+
+    path: str
+    filesystem: Any
+
+
 class FilesystemStore(Store):
     """A store in a file system of fsspec.
 
@@ -230,8 +242,7 @@ class FilesystemStore(Store):
     def write(self, path: str, data: bytes) -> None:
         """As of :class:`Store`."""
         folder, name = posixpath.split(path)
-        protocol = self._filesystem.protocol
-        kinds = {protocol} if isinstance(protocol, str) else set(protocol)
+        kinds = self._protocols()
         written = path if kinds & _WHOLE else posixpath.join(folder, f".{name}.{uuid.uuid4().hex}")
         try:
             try:
@@ -251,6 +262,29 @@ class FilesystemStore(Store):
                 raise
         except Exception as error:  # of file systems
             raise DataError(f"{path!r} cannot be written: {_in_a_line(error)}") from error
+
+    def locate(self, path: str) -> Place:
+        """The place of a path of this store."""
+        return Place(
+            self._filesystem._strip_protocol(path), None if "file" in self._protocols() else self._filesystem
+        )
+
+    def remove(self, path: str) -> None:
+        """Remove a file or folder, if there is one.
+
+        Raises:
+            DataError: it cannot be removed.
+        """
+        self._filesystem.invalidate_cache()
+        try:
+            if self._filesystem.exists(path):
+                self._filesystem.rm(path, recursive=True)
+        except Exception as error:  # of file systems
+            raise DataError(f"{path!r} cannot be removed: {_in_a_line(error)}") from error
+
+    def _protocols(self) -> set[str]:
+        protocol = self._filesystem.protocol
+        return {protocol} if isinstance(protocol, str) else set(protocol)
 
     def is_parquet_dataset(self, path: str) -> bool:
         """As of :class:`Store`."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,3 +57,15 @@ def noted(folder: Path, size: int = 2) -> list[int]:
     files = [folder / f"rank-{rank}" for rank in range(size)]
     wait_until(lambda: all(file.exists() and file.read_text().endswith("\n") for file in files), BUSY_S)
     return [int(file.read_text()) for file in files]
+
+
+def example_accuracy(name: str) -> float:
+    """The accuracy that an example prints at its end."""
+    path = Path(__file__).resolve().parents[2] / "examples" / name  # copied beside the tests
+    environment = {**os.environ, "PYSPARK_PYTHON": sys.executable}
+    done = subprocess.run(
+        [sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=BUSY_S
+    )
+    found = re.search(r"^test accuracy ([\d.]+), 2 ranks$", done.stdout, re.MULTILINE)
+    assert found, f"{done.stdout}\n{done.stderr}"
+    return float(found[1])

@@ -1,0 +1,461 @@
+"""Spark ML estimator for models of PyTorch; users import it as ``polyhvd.spark.torch``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters
+from polyhvd.torch.wrappers import DistributedOptimizer
+
+import polyhvd
+from polyhvd.spark.estimators.checkpoint import Checkpoint
+from polyhvd.spark.estimators.estimator import FrameworkEstimator, per_column
+from polyhvd.spark.estimators.model import FrameworkModel, Predict
+from polyhvd.spark.estimators.params import ESTIMATORS, MODELS, has_params
+from polyhvd.spark.estimators.training import Run, Trainer
+
+__all__ = ["TorchEstimator", "TorchModel"]
+
+#: Losses whose labels are numbers of classes.
+_OF_CLASSES = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.MultiMarginLoss)
+
+
+@has_params(MODELS, "torch")
+class TorchModel(FrameworkModel):
+    """A trained model of PyTorch, which adds predictions to a DataFrame.
+
+    ``transform(df)`` returns the DataFrame with a column for each label column: of the label's type if the
+    output has one number for each row, else vectors of Spark ML. Tasks predict on their processors.
+
+    Args:
+        values: of the parameters, by name; see docs/spark.md.
+
+    Example::
+
+        model = TorchModel.load("hdfs://host/model")
+        model.transform(df).select("label__output")
+    """
+
+    _framework = "torch"
+
+    def _predictor(self) -> Callable[[], Predict]:
+        model = copy.deepcopy(self.getOrDefault("model")).cpu()
+        columns = list(self.getOrDefault("feature_columns"))
+        shapes = _shapes(self.getOrDefault("input_shapes"), columns)
+        whole = frozenset(self.getOrDefault("categorical_cols") or ())
+        return _Predictor(cloudpickle.dumps(model), columns, shapes, whole)
+
+
+class _Predictor:
+    """Makes the function that predicts, in a task of Spark."""
+
+    def __init__(self, model: bytes, columns: list[str], shapes: list[Any], whole: frozenset[str]) -> None:
+        self._model, self._columns, self._shapes, self._whole = model, columns, shapes, whole
+
+    def __call__(self) -> Predict:
+        model = cloudpickle.loads(self._model).eval()
+
+        def predict(arrays: list[Any]) -> list[Any]:
+            inputs = [
+                _input(array, shape, name in self._whole)
+                for array, shape, name in zip(arrays, self._shapes, self._columns, strict=True)
+            ]
+            with torch.no_grad():
+                outputs = model(*inputs)
+            return [output.numpy() for output in _listed(outputs)]
+
+        return predict
+
+
+@has_params(ESTIMATORS, "torch")
+class TorchEstimator(FrameworkEstimator):
+    """Fits a model of PyTorch to a DataFrame, on ranks that tasks of Spark start.
+
+    Rows are written to the store, and read by the ranks. Feature columns are float32, in the order of the
+    arguments of the model's ``forward``. Label columns are float32; integers stay integers for
+    ``CrossEntropyLoss``, ``NLLLoss`` and ``MultiMarginLoss``. The learning rate is multiplied by the number
+    of ranks.
+
+    Args:
+        values: of the parameters, by name; see docs/spark.md.
+
+    Raises:
+        TypeError: there is no such parameter, or a value has a wrong type.
+
+    Example::
+
+        estimator = TorchEstimator(num_proc=2, store=store, model=model, optimizer=optimizer,
+                                   loss=torch.nn.MSELoss(), feature_cols=["x"], label_cols=["y"], epochs=5)
+        predictions = estimator.fit(df).transform(df)
+    """
+
+    _framework = "torch"
+
+    def __init__(self, **values: Any) -> None:
+        if values.get("loss") is not None and values.get("loss_constructors") is not None:
+            raise ValueError("TorchEstimator: pass loss or loss_constructors, not both")
+        super().__init__(**values)
+
+    @property
+    def _trainer(self) -> type[Trainer]:
+        return _TorchTrainer
+
+    def _payload(self) -> bytes:
+        model, optimizer = self._model_and_optimizer()
+        names = ("loss", "loss_constructors", "metrics", "gradient_compression", "train_minibatch_fn")
+        values = {
+            name: self.getOrDefault(name) for name in (*names, "input_shapes", "backward_passes_per_step")
+        }
+        if values["loss"] is None and values["loss_constructors"] is None:
+            raise ValueError("fit(): loss is missing")
+        labels = self._list("label_cols")
+        per_column(values["loss"] or values["loss_constructors"], labels)
+        for group in _groups(values["metrics"]):
+            if len(group) not in (1, len(labels)):
+                raise ValueError(
+                    f"fit(): a group of metrics has {len(group)} functions; expected one, or one for each of "
+                    f"the {len(labels)} label columns"
+                )
+        _shapes(values["input_shapes"], self._list("feature_cols"))
+        return bytes(cloudpickle.dumps((model, optimizer, values)))
+
+    def _model_and_optimizer(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Copies, of which the optimizer has the parameters of the model."""
+        model, optimizer = self.getOrDefault("model"), self.getOrDefault("optimizer")
+        if not isinstance(model, torch.nn.Module):
+            raise ValueError(f"fit(): model is a {type(model).__qualname__}; expected a torch.nn.Module")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"fit(): optimizer is a {type(optimizer).__qualname__}; expected one of torch.optim, such as "
+                "torch.optim.SGD(model.parameters(), lr=0.1)"
+            )
+        model, optimizer = copy.deepcopy((model, optimizer))
+        own = {id(parameter) for parameter in model.parameters()}
+        optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if own.issuperset(map(id, optimized)):
+            return model, optimizer
+        # It is that of a copy of the model, as after loading.
+        parameters = list(model.parameters())
+        if [tuple(p.shape) for p in parameters] != [tuple(p.shape) for p in optimized]:
+            raise ValueError(
+                f"fit(): the optimizer has {len(optimized)} parameters that are not the model's, which "
+                f"has {len(parameters)}; make it with model.parameters()"
+            )
+        rest = iter(parameters)
+        for group in optimizer.param_groups:
+            group["params"] = [next(rest) for _ in group["params"]]
+        states = dict(zip(optimized, parameters, strict=True))
+        for old, state in list(optimizer.state.items()):
+            del optimizer.state[old]
+            optimizer.state[states[old]] = state
+        return model, optimizer
+
+    def _identity_of_framework(self) -> dict[str, Any]:
+        model, optimizer = self.getOrDefault("model"), self.getOrDefault("optimizer")
+        return {
+            "model": {name: list(value.shape) for name, value in model.state_dict().items()},
+            "optimizer": [
+                type(optimizer).__qualname__,
+                *(
+                    {name: repr(value) for name, value in group.items() if name != "params"}
+                    for group in optimizer.param_groups
+                ),
+            ],
+        }
+
+    def _model(
+        self, payload: bytes, checkpoint: Checkpoint, labels: dict[str, str], run_id: str
+    ) -> TorchModel:
+        model, optimizer, values = cloudpickle.loads(payload)
+        _load(checkpoint.state, model, optimizer)
+        return TorchModel(
+            history=checkpoint.history,
+            model=model.eval(),
+            optimizer=optimizer,
+            feature_columns=self._list("feature_cols"),
+            label_columns=list(labels),
+            run_id=run_id,
+            _metadata={"labels": labels, "shapes": checkpoint.shapes},
+            batch_size=self.getOrDefault("val_batch_size") or self.getOrDefault("batch_size"),
+            transformation_fn=self.getOrDefault("transformation_fn"),
+            categorical_cols=self.getOrDefault("categorical_cols"),
+            input_shapes=values["input_shapes"],
+            loss=values["loss"],
+            loss_constructors=values["loss_constructors"],
+        )
+
+
+class _TorchTrainer(Trainer):
+    """Training on a rank."""
+
+    def train(self, run: Run) -> None:
+        """Train all epochs that are left."""
+        self._run, params, self._passes = run, run.params, 0
+        self._seed(0)
+        self._model, self._optimizer, self._values = cloudpickle.loads(run.job.payload)
+        self._features, self._labels = list(params["feature_cols"]), list(params["label_cols"])
+        self._input_shapes = _shapes(self._values["input_shapes"], self._features)
+        self._label_shapes = _shapes(params["label_shapes"], self._labels)
+        self._whole = frozenset(params["categorical_cols"] or ())
+        self._groups = _groups(self._values["metrics"])
+        self._device = torch.device("cpu")
+        if params["use_gpu"] and torch.cuda.is_available():
+            self._device = torch.device("cuda", polyhvd.local_rank() % torch.cuda.device_count())
+            torch.cuda.set_device(self._device)
+        _load(run.checkpoint.state, self._model, self._optimizer)
+        self._place()
+        self._losses = self._made_losses()
+        weights = params["loss_weights"]
+        self._loss_weights = [1.0 / len(self._labels)] * len(self._labels) if weights is None else weights
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["lr"] * polyhvd.size()
+        scaled = [group["lr"] for group in self._optimizer.param_groups]
+        broadcast_parameters(self._model.state_dict(), root_rank=0)
+        broadcast_optimizer_state(self._optimizer, root_rank=0)
+        options = {"backward_passes_per_step": self._values["backward_passes_per_step"]}
+        if self._values["gradient_compression"] is not None:
+            options["compression"] = self._values["gradient_compression"]
+        self._optimizer = DistributedOptimizer(self._optimizer, self._model.named_parameters(), **options)
+        history = list(run.checkpoint.history or ())
+        for epoch in run.epochs:
+            self._seed(epoch)
+            entry: dict[str, Any] = {
+                "epoch": epoch,
+                "train": self._epoch(run.train_batches(epoch), is_training=True),
+            }
+            if run.has_validation:
+                entry["validation"] = self._epoch(run.validation_batches(), is_training=False)
+            history.append(entry)
+            if run.is_printing:
+                print(entry, flush=True)
+            run.finish_epoch(history, self._output_shapes, lambda: self._state(rates, scaled))
+
+    def _seed(self, epoch: int) -> None:
+        """Seed PyTorch for an epoch, so that one that is resumed is the same."""
+        if self._run.params["random_seed"] is not None:
+            torch.manual_seed(self._run.params["random_seed"] + epoch)
+
+    def _place(self) -> None:
+        """Move model and optimizer to the device."""
+        self._model.to(self._device)
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                if torch.is_tensor(value) and name != "step":
+                    state[name] = value.to(self._device)
+
+    def _made_losses(self) -> list[Any]:
+        constructors = self._values["loss_constructors"]
+        if constructors is None:
+            return per_column(self._values["loss"], self._labels)
+        known = {"model": self._model, "label_columns": self._labels, "feature_columns": self._features}
+        return [_called(make, known) for make in per_column(constructors, self._labels)]
+
+    def _epoch(self, batches: Iterator[Any], *, is_training: bool) -> dict[str, Any]:
+        """Go through batches; return the averages of losses and metrics over the rows of all ranks."""
+        sums: dict[str, list[float]] = {"loss": [0.0, 0.0]}
+        names = [
+            [f"group_{number}_{label}" for label in self._labels] for number, _ in enumerate(self._groups)
+        ]
+        sums.update({name: [0.0, 0.0] for group in names for name in group})
+        self._model.train(is_training)
+        step = self._values["train_minibatch_fn"] or self._minibatch
+        for batch in batches:
+            inputs, labels, weights = self._tensors(batch)
+            loss_fn = self._loss_function(batch.weight if is_training else 1.0)
+            if is_training:
+                outputs, loss = step(
+                    self._model, self._optimizer, self._shaped, loss_fn, inputs, labels, weights
+                )
+                loss = loss.detach() / (batch.weight or 1.0)
+            else:
+                with torch.no_grad():
+                    outputs, labels = self._shaped(self._outputs(inputs), labels)
+                    loss = loss_fn(outputs, labels, weights)
+            outputs, labels = self._shaped(outputs, labels)
+            self._output_shapes = [list(output.shape[1:]) for output in outputs]
+            rows = len(batch.indices) if batch.weight else 0
+            if not rows:
+                continue
+            values = {"loss": loss}
+            with torch.no_grad():
+                for group, functions in zip(names, self._groups, strict=True):
+                    for place, name in enumerate(group):
+                        function = functions[place if len(functions) > 1 else 0]
+                        values[name] = function(outputs[place].detach(), labels[place])
+            for name, value in values.items():
+                sums[name][0] += float(value) * rows
+                sums[name][1] += rows
+        if is_training and self._passes:
+            self._step()
+        averages = self._run.averaged({name: (pair[0], pair[1]) for name, pair in sums.items()})
+        return {
+            "loss": averages["loss"],
+            "all_metrics": [{name: averages[name] for name in group} for group in names],
+        }
+
+    def _minibatch(
+        self,
+        model: Any,
+        optimizer: Any,
+        transform_outputs: Callable[..., Any],
+        loss_fn: Callable[..., Any],
+        inputs: list[Any],
+        labels: list[Any],
+        sample_weights: Any,
+    ) -> tuple[Any, Any]:
+        """A step, or with ``backward_passes_per_step`` a part of one; ``train_minibatch_fn`` replaces it."""
+        outputs, labels = transform_outputs(self._outputs(inputs), labels)
+        loss = loss_fn(outputs, labels, sample_weights)
+        loss.backward()
+        self._passes += 1
+        if self._passes == self._values["backward_passes_per_step"]:
+            self._step()
+        return outputs, loss
+
+    def _step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._passes = 0
+
+    def _tensors(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
+        """Inputs, labels and weights of the rows."""
+        arrays = batch.arrays
+        names = [*self._features, *self._labels]
+        if missing := [name for name in names if name not in arrays]:
+            raise ValueError(
+                f"fit(): transformation_fn returned the columns {', '.join(arrays)}; the column "
+                f"{missing[0]!r} is missing"
+            )
+        inputs = [
+            _input(arrays[name], shape, name in self._whole).to(self._device)
+            for name, shape in zip(self._features, self._input_shapes, strict=True)
+        ]
+        labels = []
+        for name, shape, loss in zip(self._labels, self._label_shapes, self._losses, strict=True):
+            label = _tensor(arrays[name], isinstance(loss, _OF_CLASSES)).to(self._device)
+            labels.append(label if shape is None else label.reshape(len(label), *shape))
+        column = self._run.params["sample_weight_col"]
+        weights = None if column is None else _tensor(arrays[column], False).to(self._device)
+        return inputs, labels, weights
+
+    def _outputs(self, inputs: list[Any]) -> Any:
+        try:
+            return self._model(*inputs)
+        except (RuntimeError, TypeError) as error:
+            if isinstance(error, (polyhvd.HorovodInternalError, torch.OutOfMemoryError)):
+                raise
+            columns = ", ".join(
+                f"{name} {list(value.shape)}" for name, value in zip(self._features, inputs, strict=True)
+            )
+            raise ValueError(f"fit(): the model does not accept batches of {columns}: {error}") from error
+
+    def _shaped(self, outputs: Any, labels: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Outputs as a list, and labels in the shapes of outputs that have as many numbers."""
+        outputs = _listed(outputs)
+        if len(outputs) != len(labels):
+            raise ValueError(
+                f"fit(): the model has {len(outputs)} outputs for the {len(labels)} label columns "
+                f"{', '.join(self._labels)}"
+            )
+        return outputs, [
+            label.reshape(output.shape) if output.numel() == label.numel() else label
+            for output, label in zip(outputs, labels, strict=True)
+        ]
+
+    def _loss_function(self, factor: float) -> Callable[..., Any]:
+        """The weighted sum of the losses, times a factor, of outputs, labels and weights of rows."""
+
+        def loss_of(outputs: Sequence[Any], labels: Sequence[Any], weights: Any = None) -> Any:
+            total: Any = 0.0
+            for place, loss in enumerate(self._losses):
+                output, label = outputs[place], labels[place]
+                try:
+                    value = (
+                        loss(output, label) if weights is None else _weighted(loss, output, label, weights)
+                    )
+                except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                    raise ValueError(
+                        f"fit(): the loss of {self._labels[place]} does not accept outputs "
+                        f"{list(output.shape)} {output.dtype} and labels {list(label.shape)} {label.dtype}: "
+                        f"{error}"
+                    ) from error
+                total = total + self._loss_weights[place] * value
+            return factor * total
+
+        return loss_of
+
+    def _state(self, rates: Sequence[float], scaled: Sequence[float]) -> bytes:
+        """Of model and optimizer, with learning rates for one rank."""
+        optimizer = self._optimizer.state_dict()
+        for group, rate, own in zip(optimizer["param_groups"], rates, scaled, strict=True):
+            group["lr"] = rate if group["lr"] == own else group["lr"] / polyhvd.size()
+        data = io.BytesIO()
+        torch.save({"model": self._model.state_dict(), "optimizer": optimizer}, data)
+        return data.getvalue()
+
+
+def _load(state: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load what :meth:`_TorchTrainer._state` returned; nothing, if it is empty."""
+    if state:
+        # Optimizers of users may keep objects of any class.
+        loaded = torch.load(io.BytesIO(state), map_location="cpu", weights_only=False)
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _weighted(loss: Any, output: Any, label: Any, weights: Any) -> Any:
+    """The mean of a loss over rows with weights."""
+    if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
+        single = copy.copy(loss)
+        setattr(single, "reduction", "none")  # noqa: B010 - a module's attributes have types
+        values = single(output, label)
+    else:
+        values = loss(output, label, reduction="none")
+    rows = values.reshape(len(values), -1).mean(dim=1)
+    return (rows * weights.reshape(-1)).mean()
+
+
+def _called(function: Callable[..., Any], known: dict[str, Any]) -> Any:
+    """Call a function with those of the arguments that it takes."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+    return function(**{name: value for name, value in known.items() if takes_all or name in names})
+
+
+def _groups(metrics: Any) -> list[list[Any]]:
+    """Metrics as groups, each of one function for all labels, or one for each."""
+    return [list(group) if isinstance(group, (list, tuple)) else [group] for group in metrics or ()]
+
+
+def _shapes(shapes: Any, columns: Sequence[str]) -> list[Any]:
+    """A shape for each column, or None."""
+    if shapes is None:
+        return [None] * len(columns)
+    if shapes and isinstance(shapes[0], int):
+        shapes = [shapes]
+    return per_column(list(shapes), columns)
+
+
+def _input(array: Any, shape: Any, is_whole: bool) -> torch.Tensor:
+    tensor = _tensor(array, is_whole)
+    return tensor if shape is None else tensor.reshape(tuple(shape))
+
+
+def _tensor(array: Any, is_whole: bool) -> torch.Tensor:
+    """A tensor of float32, or of int64 if integers are to stay integers."""
+    array = np.asarray(array)
+    stays = is_whole and array.dtype.kind in "iu"
+    return torch.from_numpy(np.array(array, np.int64 if stays else np.float32))
+
+
+def _listed(outputs: Any) -> list[Any]:
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]

@@ -1,0 +1,64 @@
+"""The checkpoint of a run: the framework's own file of model and optimizer, and what the run has done.
+
+Both are in one file, a ZIP archive, which the store replaces as a whole: ``state`` and ``run.json``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from polyhvd.errors import DataError
+
+__all__ = ["Checkpoint"]
+
+
+@dataclass
+class Checkpoint:
+    """A state between two epochs.
+
+    Args:
+        run: what identifies the fit: its parameters and its data.
+        epochs: how many are done.
+        history: the metrics of all of them, in the framework's form.
+        shapes: of the model's outputs, without the axis of the rows.
+        state: of model and optimizer, as the framework writes it.
+    """
+
+    run: dict[str, Any]
+    epochs: int = 0
+    history: Any = None
+    shapes: list[list[int]] = field(default_factory=list)
+    state: bytes = b""
+
+    def dump(self) -> bytes:
+        """The file."""
+        values = asdict(self)
+        data = io.BytesIO()
+        with zipfile.ZipFile(data, "w") as archive:
+            archive.writestr("state", values.pop("state"))
+            archive.writestr("run.json", json.dumps(values, indent=1))
+        return data.getvalue()
+
+    @staticmethod
+    def load(data: bytes, path: str) -> Checkpoint:
+        """Read a file.
+
+        Args:
+            data: its bytes.
+            path: for messages.
+
+        Raises:
+            DataError: it is no checkpoint.
+        """
+        try:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                return Checkpoint(state=archive.read("state"), **json.loads(archive.read("run.json")))
+        except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
+            raise DataError(
+                f"{path!r} is no checkpoint of an estimator ({type(error).__name__}: {error}); remove it, or "
+                "pass another run_id"
+            ) from error

@@ -1,0 +1,319 @@
+"""The estimator that those of all frameworks derive from: it prepares data, and starts or resumes a fit."""
+
+from __future__ import annotations
+
+import abc
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyspark.ml import Estimator
+
+from polyhvd.errors import DataError
+from polyhvd.spark.backend import Backend, SparkBackend
+from polyhvd.spark.estimators.checkpoint import Checkpoint
+from polyhvd.spark.estimators.columns import require_columns
+from polyhvd.spark.estimators.params import ESTIMATORS, without_effect
+from polyhvd.spark.estimators.preparing import Rows, write
+from polyhvd.spark.estimators.saving import Persistent
+from polyhvd.spark.estimators.training import Job, Trainer, work
+from polyhvd.spark.store import FilesystemStore
+
+__all__ = ["FrameworkEstimator", "per_column"]
+
+_LOG = logging.getLogger("polyhvd")
+#: Parameters that make a fit another one, so that it cannot resume.
+_IDENTIFYING = (
+    *("batch_size", "train_steps_per_epoch", "random_seed", "shuffle", "feature_cols", "label_cols"),
+    *("categorical_cols", "sample_weight_col", "loss_weights", "validation", "backward_passes_per_step"),
+)
+#: Parameters that ranks need as they are.
+_OF_RANKS = (
+    *_IDENTIFYING,
+    *("val_batch_size", "validation_steps_per_epoch", "epochs", "shuffle_buffer_size", "verbose"),
+    *("transformation_fn", "train_reader_num_workers", "val_reader_num_workers", "reader_pool_type"),
+    *("label_shapes", "inmemory_cache_all", "use_gpu"),
+)
+_NOT_SAVED = ("backend", "store")
+#: What Spark's tables have for types of Arrow that differ in name.
+_SPARK_TYPES = {"int64": "bigint", "int32": "int", "int16": "smallint", "int8": "tinyint", "bool": "boolean"}
+
+
+class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
+    """Fits a framework's model to a DataFrame; users see it through the classes derived from it."""
+
+    _framework = ""
+    _not_saved = _NOT_SAVED
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__()
+        self._setDefault(**{name: parameter.default for name, parameter in self._table.items()})
+        self.setParams(**values)
+
+    def setParams(self, **values: Any) -> Any:
+        """Set several parameters.
+
+        Raises:
+            TypeError: there is no such parameter, or a value has a wrong type.
+        """
+        self._require_known(values)
+        return self._set(**{name: value for name, value in values.items() if value is not None})
+
+    def fit_on_parquet(self, params: Mapping[Any, Any] | None = None) -> Any:
+        """Train on files of Parquet that are in the store, without Spark.
+
+        The files are those of ``store.get_train_data_path()``, and of ``store.get_val_data_path()`` if there
+        are any. Vectors of Spark ML have to be stored as arrays: ``pyspark.ml.functions.vector_to_array``.
+
+        Args:
+            params: values of parameters, for this call.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: a parameter or column cannot be used.
+            DataError: the store cannot be read or written.
+        """
+        if params:
+            return self.copy(params).fit_on_parquet()
+        store = self._checked_store()
+        self._require_params()
+        payload, _ = self._payload(), self._backend()
+        train = self._stored(store, store.get_train_data_path())
+        validation = None
+        if store.is_parquet_dataset(store.get_val_data_path()):
+            validation = self._stored(store, store.get_val_data_path())[0]
+        rows, schema = train
+        types = {name: _spark_type(schema.field(name).type) for name in self._columns()}
+        run_id = self._run_id()
+        return self._train(payload, rows, validation, types, {}, run_id)
+
+    def _fit(self, dataset: Any) -> Any:
+        store = self._checked_store()
+        self._require_params()
+        payload, backend = self._payload(), self._backend()
+        validation, run_id = self.getOrDefault("validation"), self._run_id()
+        named = {name: self._list(name) for name in ("feature_cols", "label_cols")}
+        named["sample_weight_col"] = self._list("sample_weight_col")
+        is_transformed = self.getOrDefault("transformation_fn") is not None
+        types = require_columns(dataset.schema, named, is_transformed=is_transformed)
+        if isinstance(validation, str):
+            require_columns(dataset.schema, {"validation": [validation]}, is_transformed=False)
+        self._found(run_id)  # whether it can be resumed, before anything is written
+        folders = tuple(
+            f"{path}.{run_id}" for path in (store.get_train_data_path(), store.get_val_data_path())
+        )
+        try:
+            for folder in folders:
+                store.remove(folder)  # of a fit that was killed
+            written = write(
+                dataset,
+                types,
+                store,
+                (folders[0], folders[1]),
+                validation=validation,
+                partitions=max(1, backend.num_processes()) * self.getOrDefault("partitions_per_process"),
+                seed=self.getOrDefault("random_seed") or 0,
+            )
+            if written.train_rows < backend.num_processes():
+                raise ValueError(
+                    f"fit(): the training data has {written.train_rows} "
+                    f"row{'s' * (written.train_rows != 1)}, fewer than the {backend.num_processes()} ranks; "
+                    "use more rows, or a smaller num_proc"
+                )
+            return self._train(payload, written.train, written.validation, types, written.checksums, run_id)
+        finally:
+            for folder in folders:
+                _remove(store, folder)
+
+    def _train(
+        self,
+        payload: bytes,
+        train: Rows,
+        validation: Rows | None,
+        types: Mapping[str, str],
+        checksums: dict[str, int],
+        run_id: str,
+    ) -> Any:
+        """Run the job, unless all of its epochs are done, and make the model."""
+        store = self._checked_store()
+        run = {**self._identity(), "checksums": checksums}
+        found = self._found(run_id)
+        if found is not None and found.run != run:
+            raise ValueError(
+                f"fit(): the store has a checkpoint of run_id {run_id!r}, which is one of other data; pass "
+                "another run_id, or none, as for CrossValidator"
+            )
+        if found is None or found.epochs < self.getOrDefault("epochs"):
+            job = Job(
+                trainer=self._trainer,
+                payload=payload,
+                train=train,
+                validation=validation,
+                columns=self._columns(),
+                params={name: self.getOrDefault(name) for name in _OF_RANKS},
+                run=run,
+                run_id=run_id,
+                store=store,
+                resumes=found is not None,
+            )
+            results = self._backend().run(work, (job,), env=dict(self.getOrDefault("backend_env")))
+            found = results[0]
+        assert found is not None
+        labels = {name: types[name] for name in self._list("label_cols")}
+        return self._model(payload, found, labels, run_id)
+
+    @property
+    @abc.abstractmethod
+    def _trainer(self) -> type[Trainer]:
+        """The framework's part on the ranks."""
+
+    @abc.abstractmethod
+    def _payload(self) -> bytes:
+        """Model, optimizer, losses and metrics, pickled together.
+
+        Raises:
+            ValueError: they cannot be used.
+        """
+
+    @abc.abstractmethod
+    def _identity_of_framework(self) -> dict[str, Any]:
+        """What identifies model and optimizer in a checkpoint; plain values."""
+
+    @abc.abstractmethod
+    def _model(self, payload: bytes, checkpoint: Checkpoint, labels: dict[str, str], run_id: str) -> Any:
+        """The model with the state of a checkpoint.
+
+        Args:
+            payload: of :meth:`_payload`.
+            checkpoint: the last one.
+            labels: types of the label columns.
+            run_id: name of the run.
+        """
+
+    def _identity(self) -> dict[str, Any]:
+        values = {name: self.getOrDefault(name) for name in _IDENTIFYING}
+        identity = {**values, **self._identity_of_framework()}
+        return dict(json.loads(json.dumps(identity)))  # as it comes from a checkpoint
+
+    def _found(self, run_id: str) -> Checkpoint | None:
+        """The checkpoint of the run, if there is one.
+
+        Raises:
+            ValueError: it is one of a fit with other parameters.
+        """
+        store = self._checked_store()
+        path = store.get_checkpoint_path(run_id)
+        if path is None or not store.exists(path):
+            return None
+        found = Checkpoint.load(store.read(path), path)
+        for name, value in self._identity().items():
+            if found.run.get(name) != value:
+                raise ValueError(
+                    f"fit(): the store has a checkpoint of run_id {run_id!r}, with other values of {name}: "
+                    f"{found.run.get(name)!r}, not {value!r}; pass another run_id, or the same values"
+                )
+        return found
+
+    def _run_id(self) -> str:
+        given = self.getOrDefault("run_id")
+        return given or f"{self._framework}_{int(time.time())}_{uuid.uuid4().hex[:8]}"
+
+    def _list(self, name: str) -> list[str]:
+        value = self.getOrDefault(name)
+        return [value] if isinstance(value, str) else list(value or ())
+
+    def _columns(self) -> tuple[str, ...]:
+        """The columns to read."""
+        names = (
+            name for part in ("feature_cols", "label_cols", "sample_weight_col") for name in self._list(part)
+        )
+        return tuple(dict.fromkeys(names))
+
+    def _backend(self) -> Backend:
+        given, size = self.getOrDefault("backend"), self.getOrDefault("num_proc")
+        if given is not None and size is not None:
+            raise ValueError("fit(): pass num_proc or backend, not both")
+        if given is not None and not isinstance(given, Backend):
+            raise ValueError(f"fit(): backend is {given!r}; expected a SparkBackend or LocalBackend")
+        return SparkBackend(size, verbose=self.getOrDefault("verbose")) if given is None else given
+
+    def _checked_store(self) -> FilesystemStore:
+        store = self.getOrDefault("store")
+        if not isinstance(store, FilesystemStore):
+            raise ValueError(
+                f"fit(): store is {store!r}; expected a store such as "
+                'polyhvd.spark.Store.create("hdfs://host/folder")'
+            )
+        return store
+
+    def _require_params(self) -> None:
+        """Raise ValueError for values that cannot be used."""
+        for name in ("model", "feature_cols", "label_cols"):
+            if not self.getOrDefault(name):
+                raise ValueError(f"fit(): {name} is missing")
+        for name in ("batch_size", "val_batch_size", "epochs", "partitions_per_process"):
+            _require_positive(name, self.getOrDefault(name))
+        for name in ("train_steps_per_epoch", "validation_steps_per_epoch", "backward_passes_per_step"):
+            _require_positive(name, self.getOrDefault(name))
+        validation = self.getOrDefault("validation")
+        if validation is not None and not isinstance(validation, str) and not 0 < validation < 1:
+            raise ValueError(
+                f"fit(): validation is {validation!r}; expected a part between 0 and 1, or a column's name"
+            )
+        if self.getOrDefault("reader_pool_type") not in ("thread", "process", "dummy"):
+            raise ValueError(
+                f"fit(): reader_pool_type is {self.getOrDefault('reader_pool_type')!r}; expected 'thread' or "
+                "'process'"
+            )
+        weights, labels = self.getOrDefault("loss_weights"), self._list("label_cols")
+        if weights is not None and len(weights) != len(labels):
+            raise ValueError(f"fit(): there are {len(weights)} loss_weights for {len(labels)} label_cols")
+        for name, reason in without_effect(ESTIMATORS, self._framework).items():
+            if self.isSet(name):
+                _LOG.info("fit(): %s has no effect: %s", name, reason)
+
+    def _stored(self, store: FilesystemStore, path: str) -> tuple[Rows, Any]:
+        """Files that are there, and their schema."""
+        schema = store.get_parquet_dataset(path).schema
+        columns = self._columns()
+        if missing := [name for name in columns if name not in schema.names]:
+            raise ValueError(
+                f"fit_on_parquet(): the files in {path!r} have no column {missing[0]!r}; their columns are "
+                f"{', '.join(schema.names)}"
+            )
+        lists = tuple(
+            name for name in columns if str(schema.field(name).type).startswith(("list<", "large_list<"))
+        )
+        place = store.locate(path)
+        return Rows(place.path, place.filesystem, lists), schema
+
+
+def _remove(store: FilesystemStore, folder: str) -> None:
+    """Remove a folder of rows; the fit does not fail if that fails."""
+    try:
+        store.remove(folder)
+    except DataError as error:
+        _LOG.warning("fit(): the rows in %s are left there: %s", folder, error)
+
+
+def _require_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"fit(): {name} is {value}; expected at least 1")
+
+
+def _spark_type(type_: Any) -> str:
+    text = str(type_)
+    return "vector" if text.startswith(("list<", "fixed_size")) else _SPARK_TYPES.get(text, text)
+
+
+def per_column(value: Any, columns: Sequence[str]) -> list[Any]:
+    """A value for each column, of a parameter that is one for all, or a list."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * len(columns)
+    if len(values) != len(columns):
+        raise ValueError(f"fit(): there are {len(values)} values for the columns {', '.join(columns)}")
+    return values

@@ -1,0 +1,11 @@
+"""The estimator of Keras for Spark ML, from the folder of Keras's adapter. See docs/spark.md."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_found = import_module("polyhvd.keras.spark")
+KerasEstimator = _found.KerasEstimator
+KerasModel = _found.KerasModel
+
+__all__ = ["KerasEstimator", "KerasModel"]

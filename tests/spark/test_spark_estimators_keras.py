@@ -1,0 +1,190 @@
+"""Estimators of Keras on two executors: what differs from those of PyTorch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import keras
+import numpy as np
+import pytest
+from pyspark.ml import Pipeline, PipelineModel
+from spark_common import example_accuracy
+
+import polyhvd.spark
+from polyhvd.data import ParquetLoader, write_parquet
+from polyhvd.spark.keras import KerasEstimator, KerasModel
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+WEIGHTS = np.array([1.0, -2.0, 3.0, 0.5])
+
+
+@pytest.fixture(scope="module")
+def frame(session: Any) -> Any:
+    points = np.random.default_rng(0).normal(size=(400, 4))
+    rows = [
+        (point.tolist(), int(point @ WEIGHTS > 0), float(point @ WEIGHTS), number % 5 == 0)
+        for number, point in enumerate(points)
+    ]
+    return session.createDataFrame(rows, ["array", "side", "height", "held"]).repartition(3).cache()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    return polyhvd.spark.Store.create(str(tmp_path / "store"))
+
+
+def regression(**values: Any) -> KerasEstimator:
+    keras.utils.set_random_seed(4)
+    given = {
+        "backend": polyhvd.spark.LocalBackend(2),
+        "model": keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]),
+        "optimizer": keras.optimizers.SGD(0.05, momentum=0.5),
+        "loss": "mse",
+        "feature_cols": ["array"],
+        "label_cols": ["height"],
+        "random_seed": 7,
+        "verbose": 0,
+    }
+    return KerasEstimator(**{**given, **values})
+
+
+def weights_of(fitted: KerasModel) -> list[Any]:
+    return [value.tolist() for value in fitted.getModel().get_weights()]
+
+
+def test_a_classifier_is_fitted_on_the_executors_saved_and_loaded(
+    frame: Any, store: Any, tmp_path: Path
+) -> None:
+    layers = [keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(2, "softmax")]
+    estimator = KerasEstimator(
+        backend=polyhvd.spark.SparkBackend(num_proc=2),
+        store=store,
+        model=keras.Sequential(layers),
+        optimizer=keras.optimizers.Adam(0.02),
+        loss="sparse_categorical_crossentropy",
+        metrics=["accuracy", keras.metrics.SparseCategoricalAccuracy(name="same")],
+        feature_cols=["array"],
+        label_cols=["side"],
+        validation="held",
+        batch_size=16,
+        epochs=4,
+        verbose=0,
+        random_seed=1,
+    )
+    pipeline = Pipeline(stages=[estimator]).fit(frame)
+    fitted = pipeline.stages[0]
+    history = fitted.getHistory()
+    assert {name: len(values) for name, values in history.items()} == dict.fromkeys(
+        ("accuracy", "loss", "same", "val_accuracy", "val_loss", "val_same"), 4
+    )
+    assert history["val_accuracy"][-1] > 0.9
+    rows = pipeline.transform(frame).select("array", "side", "side__output").collect()
+    outputs = np.array([row.side__output.toArray() for row in rows])
+    wanted = fitted.getModel().predict(np.array([row.array for row in rows]), verbose=0)
+    np.testing.assert_allclose(outputs, wanted, rtol=1e-5)
+    pipeline.save(str(tmp_path / "model"))
+    loaded = PipelineModel.load(str(tmp_path / "model"))
+    assert loaded.stages[0].getHistory() == history
+    assert loaded.transform(frame).select("array", "side", "side__output").collect() == rows
+    estimator.save(str(tmp_path / "estimator"))
+    again = KerasEstimator.load(str(tmp_path / "estimator"))
+    assert again.getOptimizer().get_config() == estimator.getOptimizer().get_config()
+    assert again.getModel().count_params() == estimator.getModel().count_params()
+
+
+def reference(folder: str, epochs: int) -> list[Any]:
+    """The training of :func:`regression`, by hand."""
+    import keras
+    import polyhvd.keras as hvd
+    from polyhvd.keras.data import Batches
+
+    hvd.init()
+    keras.utils.set_random_seed(4)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.05 * hvd.size(), momentum=0.5)
+    model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+    loader = ParquetLoader(folder, columns=["x", "y"], batch_size=8, seed=7, transform=columns)
+    data = Batches(loader, x="x", y="y").dataset()
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.DataPositionCallback(loader),
+    ]
+    model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
+    weights = [value.tolist() for value in model.get_weights()]
+    hvd.shutdown()
+    return weights
+
+
+def columns(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {"x": arrays["x"].astype(np.float32), "y": arrays["y"].astype(np.float32)[:, None]}
+
+
+def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store: Any) -> None:
+    points = np.random.default_rng(1).normal(size=(205, 4))
+    for number, part in enumerate(np.split(points, [90])):
+        path = f"{store.get_train_data_path()}/{number}.parquet"
+        write_parquet({"x": part, "y": part @ WEIGHTS}, path, rows_per_group=20)
+    wanted = polyhvd.run(reference, (store.get_train_data_path(), 3), num_proc=2)
+    given = {"store": store, "feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8}
+    whole = regression(**given, epochs=3).fit_on_parquet()
+    assert weights_of(whole) == wanted[0] == wanted[1]
+    regression(**given, epochs=1, run_id="named").fit_on_parquet()
+    resumed = regression(**given, epochs=3, run_id="named").fit_on_parquet()
+    assert weights_of(resumed) == wanted[0]
+    assert resumed.getHistory() == whole.getHistory()
+
+
+class Doubled(keras.layers.Layer):
+    def call(self, values: Any) -> Any:
+        return 2 * values
+
+
+class Stopping(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.set_weights([0 * value + epoch for value in self.model.get_weights()])
+        self.model.stop_training = epoch == 1
+
+
+def test_own_layers_callbacks_and_several_columns_are_used(frame: Any, store: Any) -> None:
+    inputs = [keras.Input((2, 2), name="first"), keras.Input((1,), name="second")]
+    flat = Doubled()(keras.layers.Flatten()(inputs[0]))
+    outputs = [keras.layers.Dense(1, name="one")(flat), keras.layers.Dense(1, name="two")(inputs[1])]
+    fitted = regression(
+        store=store,
+        model=keras.Model(inputs, outputs),
+        custom_objects={"Doubled": Doubled},
+        loss=["mse", keras.losses.MeanAbsoluteError()],
+        feature_cols=["array", "height"],
+        label_cols=["height", "side"],
+        callbacks=[Stopping()],
+        epochs=5,
+        train_steps_per_epoch=2,
+    ).fit(frame)
+    assert len(fitted.getHistory()["loss"]) == 2
+    assert {value.mean() for value in fitted.getModel().get_weights()} == {1.0}
+    types = dict(fitted.transform(frame).dtypes)
+    assert (types["height__output"], types["side__output"]) == ("double", "bigint")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"model": keras.Sequential([keras.layers.Dense(1)])}, "the model has no weights yet"),
+        ({"feature_cols": ["height"]}, r"the model does not accept batches of height \[32\]"),
+        ({"feature_cols": ["array", "height"]}, "the model has 1 inputs for the 2 feature columns"),
+        ({"label_cols": ["height", "side"]}, "the model has 1 outputs for the 2 label columns"),
+        ({"loss": None}, "loss is missing"),
+        ({"optimizer": None}, "optimizer is missing"),
+        ({"model": 3}, "model is a int; expected a keras.Model"),
+    ],
+)
+def test_bad_input_is_one_error(values: dict[str, Any], text: str, frame: Any, store: Any) -> None:
+    with pytest.raises(ValueError, match=text):
+        regression(store=store, **values).fit(frame)
+
+
+def test_the_example_trains_and_predicts() -> None:
+    assert example_accuracy("spark_keras.py") > 0.9

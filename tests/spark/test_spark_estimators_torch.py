@@ -1,0 +1,433 @@
+"""Estimators of PyTorch on two executors. What all frameworks share is tested here, too."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.linalg import Vectors
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.sql import functions
+from spark_common import example_accuracy
+
+import polyhvd.spark
+from polyhvd.data import ParquetLoader, write_parquet
+from polyhvd.errors import DataError
+from polyhvd.spark.estimators import params
+from polyhvd.spark.torch import TorchEstimator, TorchModel
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+WEIGHTS = np.array([1.0, -2.0, 3.0, 0.5])
+
+
+@pytest.fixture(scope="module")
+def frame(session: Any) -> Any:
+    """Points on both sides of a plane, as vectors, arrays and numbers, in three partitions."""
+    points = np.random.default_rng(0).normal(size=(400, 4))
+    rows = [
+        (
+            Vectors.sparse(4, range(4), point) if number % 2 else Vectors.dense(point),
+            point.tolist(),
+            *point.tolist(),
+            int(point @ WEIGHTS > 0),
+            float(point @ WEIGHTS),
+            number % 5 == 0,
+        )
+        for number, point in enumerate(points)
+    ]
+    names = ["vector", "array", "a", "b", "c", "d", "side", "height", "held"]
+    made = session.createDataFrame(rows, names).repartition(3).cache()
+    assert made.count() == 400
+    return made
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    return polyhvd.spark.Store.create(str(tmp_path / "store"))
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def accuracy(outputs: Any, labels: Any) -> Any:
+    return (outputs.argmax(1) == labels).float().mean()
+
+
+def classifier(**values: Any) -> TorchEstimator:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    given = {
+        "backend": polyhvd.spark.SparkBackend(num_proc=2),
+        "model": model,
+        "optimizer": torch.optim.Adam(model.parameters(), lr=0.02),
+        "loss": torch.nn.CrossEntropyLoss(),
+        "metrics": [accuracy],
+        "feature_cols": ["vector"],
+        "label_cols": ["side"],
+        "batch_size": 16,
+        "epochs": 4,
+        "random_seed": 1,
+        "verbose": 0,
+    }
+    return TorchEstimator(**{**given, **values})
+
+
+def regression(**values: Any) -> TorchEstimator:
+    torch.manual_seed(4)
+    model = torch.nn.Linear(4, 1)
+    given = {
+        "backend": polyhvd.spark.LocalBackend(2),
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.05),
+        "loss": torch.nn.MSELoss(),
+        "feature_cols": ["vector"],
+        "label_cols": ["height"],
+        "verbose": 0,
+    }
+    return TorchEstimator(**{**given, **values})
+
+
+def values_of(model: torch.nn.Module) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def test_a_classifier_is_fitted_on_the_executors_saved_and_loaded(
+    frame: Any, store: Any, tmp_path: Path
+) -> None:
+    fitted = classifier(store=store, validation=0.25).fit(frame)
+    history = fitted.getHistory()
+    assert [entry["epoch"] for entry in history] == [0, 1, 2, 3]
+    assert history[-1]["train"]["loss"] < history[0]["train"]["loss"]
+    assert history[-1]["validation"]["all_metrics"][0]["group_0_side"] > 0.9
+    predicted = fitted.transform(frame)
+    assert predicted.schema["side__output"].dataType.simpleString() == "vector"
+    assert predicted.columns == [*frame.columns, "side__output"]
+    rows = predicted.select("array", "side", "side__output").collect()
+    outputs = np.array([row.side__output.toArray() for row in rows])
+    with torch.no_grad():
+        wanted = fitted.getModel()(torch.tensor([row.array for row in rows])).numpy()
+    np.testing.assert_allclose(outputs, wanted, rtol=1e-5)
+    assert np.mean(outputs.argmax(1) == [row.side for row in rows]) > 0.9
+    run = f"runs/{fitted.getRunId()}"
+    assert files_in(tmp_path / "store") == [f"{run}/checkpoint", f"{run}/logs/history.json"]
+    fitted.save(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"))
+    assert loaded.getHistory() == history
+    assert (
+        loaded.transform(frame).select("side__output").collect() == predicted.select("side__output").collect()
+    )
+
+
+def reference(folder: str, model: Any, optimizer: Any, epochs: int) -> dict[str, Any]:
+    """The training of :func:`regression`, by hand."""
+    import polyhvd.torch as hvd
+    from polyhvd.torch.data import Batches
+
+    hvd.init()
+    for group in optimizer.param_groups:
+        group["lr"] *= hvd.size()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    loader = ParquetLoader(folder, columns=["x", "y"], batch_size=8, seed=7)
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        for batch in Batches(loader):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(batch["x"].float()), batch["y"].float()[:, None])
+            (batch.weight * loss).backward()
+            optimizer.step()
+    hvd.shutdown()
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store: Any) -> None:
+    points = np.random.default_rng(1).normal(size=(205, 4))
+    for number, part in enumerate(np.split(points, [90])):
+        path = f"{store.get_train_data_path()}/{number}.parquet"
+        write_parquet({"x": part, "y": part @ WEIGHTS}, path, rows_per_group=20)
+    given = {"store": store, "feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "random_seed": 7}
+    estimator = regression(**given)
+    wanted = polyhvd.run(
+        reference,
+        (store.get_train_data_path(), *copy.deepcopy((estimator.getModel(), estimator.getOptimizer())), 3),
+        num_proc=2,
+    )
+    whole = estimator.copy({estimator.epochs: 3}).fit_on_parquet()
+    assert values_of(whole.getModel()) == wanted[0] == wanted[1]
+    named = estimator.setRunId("named")
+    named.setEpochs(1).fit_on_parquet()
+    resumed = named.setEpochs(3).fit_on_parquet()
+    assert values_of(resumed.getModel()) == wanted[0]
+    assert resumed.getHistory() == whole.getHistory()
+    again = named.setBackend(None).setNumProc(64).fit_on_parquet()  # it is done: no rank is started
+    assert values_of(again.getModel()) == wanted[0]
+    with pytest.raises(ValueError, match=r"run_id 'named', with other values of batch_size: 8, not 4"):
+        named.setBatchSize(4).fit_on_parquet()
+
+
+def test_an_interrupted_fit_resumes_and_refuses_other_data(frame: Any, store: Any, tmp_path: Path) -> None:
+    flag = tmp_path / "broken"
+
+    def loss_of(output: Any, label: Any) -> Any:
+        if flag.exists():
+            raise ArithmeticError("of the loss")
+        return torch.nn.functional.mse_loss(output, label)
+
+    given = {"store": store, "run_id": "mine", "random_seed": 2, "loss": loss_of, "epochs": 1}
+    regression(**given).fit(frame)
+    flag.touch()
+    with pytest.raises(ArithmeticError, match="of the loss"):
+        regression(**{**given, "epochs": 3}).fit(frame)
+    flag.unlink()
+    assert files_in(tmp_path / "store") == ["runs/mine/checkpoint", "runs/mine/logs/history.json"]
+    resumed = regression(**{**given, "epochs": 3}).fit(frame)
+    whole = regression(**{**given, "epochs": 3, "run_id": None}).fit(frame)
+    assert values_of(resumed.getModel()) == values_of(whole.getModel())
+    with pytest.raises(ValueError, match="checkpoint of run_id 'mine', which is one of other data"):
+        regression(**{**given, "epochs": 4}).fit(frame.limit(300))
+
+
+def test_columns_of_several_types_labels_and_weights_are_used(frame: Any, store: Any) -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(4, 1), torch.nn.Linear(1, 1)
+
+        def forward(self, array: Any, number: Any, whole: Any) -> Any:
+            assert (array.dtype, whole.dtype) == (torch.float32, torch.int64)
+            return self.first(array), self.second(number) + whole
+
+    model = Two()
+    estimator = regression(
+        store=store,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        feature_cols=["array", "a", "side"],
+        categorical_cols=["side"],
+        input_shapes=[[-1, 4], [-1, 1], [-1, 1]],
+        label_cols=["height", "side"],
+        loss_weights=[1.0, 0.5],
+        metrics=[[torch.nn.functional.l1_loss]],
+        sample_weight_col="d",
+        validation="held",
+        epochs=1,
+    )
+    fitted = estimator.fit(frame.withColumn("d", functions.lit(0.0)))
+    assert values_of(fitted.getModel()) == values_of(model)  # no row has a weight
+    metrics = fitted.getHistory()[0]["validation"]["all_metrics"][0]
+    held = frame.where("held").select("array", "height").collect()
+    with torch.no_grad():
+        outputs = model.first(torch.tensor([row.array for row in held]))[:, 0].numpy()
+    assert metrics["group_0_height"] == pytest.approx(
+        np.abs(outputs - [row.height for row in held]).mean(), rel=1e-4
+    )
+    types = dict(fitted.setOutputCols(["one", "two"]).transform(frame).dtypes)
+    assert (types["one"], types["two"]) == ("double", "bigint")
+
+
+def test_images_are_decoded_by_the_transformation(session: Any, store: Any) -> None:
+    def decode(arrays: dict[str, Any]) -> dict[str, Any]:
+        pixels = [np.frombuffer(data, np.uint8) for data in arrays["image"]]
+        return {**arrays, "image": np.stack(pixels).astype(np.float32) / 255}
+
+    images = np.random.default_rng(2).integers(0, 255, (64, 4), dtype=np.uint8)
+    rows = [(image.tobytes(), float(image.sum())) for image in images]
+    frame = session.createDataFrame(rows, "image binary, total double")
+    given = {"store": store, "feature_cols": ["image"], "label_cols": ["total"]}
+    fitted = regression(**given, transformation_fn=decode).fit(frame)
+    rows = fitted.transform(frame.select("image")).collect()
+    with torch.no_grad():
+        wanted = fitted.getModel()(torch.tensor(images / np.float32(255)))[:, 0].tolist()
+    assert [row.total__output for row in rows] == pytest.approx(wanted, rel=1e-5)
+    with pytest.raises(ValueError, match=r"'image' of type binary; .*transformation_fn that decodes it"):
+        regression(**given).fit(frame)
+
+
+def test_a_pipeline_is_fitted_saved_and_loaded(frame: Any, store: Any, tmp_path: Path) -> None:
+    assembler = VectorAssembler(inputCols=["a", "b", "c", "d"], outputCol="assembled")
+    pipeline = Pipeline(stages=[assembler, regression(store=store, feature_cols=["assembled"])])
+    fitted = pipeline.fit(frame)
+    fitted.save(str(tmp_path / "model"))
+    loaded = PipelineModel.load(str(tmp_path / "model"))
+    wanted = fitted.transform(frame).select("height__output").collect()
+    assert loaded.transform(frame).select("height__output").collect() == wanted
+    pipeline.save(str(tmp_path / "pipeline"))
+    estimator = Pipeline.load(str(tmp_path / "pipeline")).getStages()[1]
+    assert estimator.setStore(store).getFeatureCols() == ["assembled"]
+    assert estimator.fit(assembler.transform(frame)).getHistory()[0]["train"]["loss"] > 0
+
+
+def test_cross_validation_finds_the_better_number_of_epochs(frame: Any, store: Any) -> None:
+    estimator = regression(store=store, num_proc=1, backend=None)
+    grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 6]).build()
+    evaluator = RegressionEvaluator(predictionCol="height__output", labelCol="height")
+    validator = CrossValidator(
+        estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, parallelism=2, seed=1
+    )
+    fitted = validator.fit(frame)
+    assert len(fitted.bestModel.getHistory()) == 6
+    assert fitted.avgMetrics[1] < fitted.avgMetrics[0]
+
+
+def test_a_step_of_ones_own_and_a_constructed_loss_are_called(frame: Any, store: Any) -> None:
+    def step(*arguments: Any) -> Any:
+        model, optimizer, transform_outputs, loss_fn, inputs, labels, weights = arguments
+        outputs, labels = transform_outputs(model(*inputs), labels)
+        loss = 0.0 * loss_fn(outputs, labels, weights)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return outputs, loss
+
+    given = {"loss": None, "loss_constructors": [lambda: torch.nn.MSELoss()], "train_minibatch_fn": step}
+    estimator = regression(store=store, train_steps_per_epoch=40, validation=0.2, **given)
+    fitted = estimator.setValidationStepsPerEpoch(1).fit(frame)
+    assert values_of(fitted.getModel()) == values_of(estimator.getModel())
+    assert fitted.getHistory()[0]["train"]["loss"] == 0
+
+
+def bad_metric(outputs: Any, labels: Any) -> Any:
+    raise LookupError("of the metric")
+
+
+BAD: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], str]] = {
+    "a missing column": (
+        {"feature_cols": ["gone"]},
+        lambda df: df,
+        ValueError,
+        "feature_cols names the column 'gone'",
+    ),
+    "strings": (
+        {"feature_cols": ["text"]},
+        lambda df: df.withColumn("text", functions.lit("x")),
+        ValueError,
+        "'text' of type string; .*StringIndexer",
+    ),
+    "dates": (
+        {"label_cols": ["day"]},
+        lambda df: df.withColumn("day", functions.current_date()),
+        ValueError,
+        "label_cols names the column 'day' of type date",
+    ),
+    "nulls": (
+        {"feature_cols": ["a"]},
+        lambda df: df.withColumn("a", functions.when(df.a > 0, df.a)),
+        ValueError,
+        "column 'a' has nulls",
+    ),
+    "arrays of different lengths": (
+        {"feature_cols": ["array"]},
+        lambda df: df.withColumn("array", functions.slice("array", 1, functions.col("side").cast("int") + 1)),
+        ValueError,
+        "column 'array' has arrays of different lengths",
+    ),
+    "no rows": ({}, lambda df: df.where("a > 1e9"), ValueError, "no row for training: it is empty"),
+    "no rows for validation": (
+        {"validation": "held"},
+        lambda df: df.withColumn("held", functions.lit(0)),
+        ValueError,
+        "validation='held' selects none of the 400 rows",
+    ),
+    "one row": ({}, lambda df: df.limit(1), ValueError, "has 1 row, fewer than the 2 ranks"),
+    "another model": (
+        {"feature_cols": ["a"]},
+        lambda df: df,
+        ValueError,
+        r"the model does not accept batches of a \[32\]",
+    ),
+    "a metric that raises": ({"metrics": [bad_metric]}, lambda df: df, LookupError, "of the metric"),
+    "a missing loss": ({"loss": None}, lambda df: df, ValueError, "loss is missing"),
+    "outputs without labels": (
+        {"label_cols": ["height", "a"]},
+        lambda df: df,
+        ValueError,
+        "the model has 1 outputs for the 2 label columns height, a",
+    ),
+    "another optimizer": (
+        {"optimizer": torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)},
+        lambda df: df,
+        ValueError,
+        "the optimizer has 1 parameters that are not the model's, which has 2",
+    ),
+    "a part above 1": ({"validation": 1.5}, lambda df: df, ValueError, "validation is 1.5"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_error_and_leaves_nothing(case: str, frame: Any, store: Any, tmp_path: Path) -> None:
+    values, change, kind, text = BAD[case]
+    with pytest.raises(kind, match=text):
+        regression(store=store, **values).fit(change(frame))
+    assert files_in(tmp_path) == []
+
+
+def test_parameters_are_checked_when_they_are_set() -> None:
+    with pytest.raises(TypeError, match="TorchEstimator has no parameter 'epoch'; expected some of num_proc"):
+        TorchEstimator(epoch=3)
+    with pytest.raises(TypeError, match="epochs"):
+        TorchEstimator(epochs="three")
+    with pytest.raises(ValueError, match="num_proc or backend, not both"):
+        regression(store=polyhvd.spark.Store.create("memory://x"), num_proc=2).fit(None)
+
+
+def test_a_full_store_is_an_error(frame: Any, full: Path) -> None:
+    store = polyhvd.spark.Store.create(str(full))
+    with pytest.raises(DataError, match=r"rows cannot be written to .*No space left"):
+        regression(store=store).fit(frame)
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Path:
+    """A folder that nobody can write to: root could write to one without permissions."""
+    path = tmp_path / "locked"
+    path.write_text("no folder")
+    return path
+
+
+def test_a_store_that_cannot_be_written_is_an_error(frame: Any, locked: Path) -> None:
+    with pytest.raises(DataError, match="rows cannot be written to"):
+        regression(store=polyhvd.spark.Store.create(str(locked / "store"))).fit(frame)
+
+
+def test_checkpoints_that_cannot_be_written_are_an_error(frame: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("no folder")
+    store = polyhvd.spark.Store.create(str(tmp_path / "store"), runs_path=str(tmp_path / "runs"))
+    with pytest.raises(DataError, match=r"history.json' cannot be written"):
+        regression(store=store).fit(frame)
+    assert files_in(tmp_path) == ["runs"]
+
+
+def test_nulls_and_taken_names_are_errors_of_transform(frame: Any, store: Any) -> None:
+    fitted = regression(store=store).fit(frame)
+    holes = frame.withColumn("vector", functions.when(frame.a > 0, frame.vector))
+    with pytest.raises(Exception, match=r"transform\(\): column 'vector' has nulls"):
+        fitted.transform(holes).collect()
+    with pytest.raises(ValueError, match="has a column 'side' already; call setOutputCols"):
+        fitted.setOutputCols(["side"]).transform(frame)
+    by_hand = TorchModel(model=fitted.getModel(), feature_columns=["array"], label_columns=["height"])
+    wanted = [
+        row.height__output for row in fitted.setOutputCols(["height__output"]).transform(frame).collect()
+    ]
+    assert [row.height__output for row in by_hand.transform(frame).collect()] == wanted
+
+
+def test_every_parameter_is_documented() -> None:
+    page = Path(__file__).parents[2] / "docs" / "spark.md"
+    if not page.exists():
+        pytest.skip("the documents are not beside the tests that the matrix copies")
+    assert params.describe() in page.read_text()
+
+
+def test_the_example_trains_and_predicts() -> None:
+    assert example_accuracy("spark_torch.py") > 0.9
