@@ -9,11 +9,14 @@ __all__ = ["listing", "page"]
 
 
 def _pages() -> dict[str, Path]:
-    """All pages by topic, in the installed package or in the checkout that holds it."""
+    """All pages by topic, in the installed package or in the checkout that holds it.
+
+    Not index.md, which is the home page of the website.
+    """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "docs", package.parent / "docs"):
         if found := {path.stem: path for path in sorted(folder.glob("*.md"))}:
-            return found
+            return {topic: path for topic, path in found.items() if topic != "index"}
     return {}
 
 
