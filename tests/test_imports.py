@@ -57,6 +57,12 @@ def test_a_script_beside_a_clone_finds_the_package_in_it(tmp_path: Path) -> None
     assert done.stdout.startswith("1 ")
 
 
+@editable
+def test_elastic_functions_need_no_package_that_only_types_do(tmp_path: Path) -> None:
+    done = _run("import sys; sys.modules['typing_extensions'] = None; import polyhvd.numpy.elastic", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("module", "package", "title"), [("ray", "ray", "Ray"), ("spark", "pyspark", "PySpark")]
 )
