@@ -207,6 +207,12 @@ class Launched(_Table):
     devices: str = _row(
         "DEVICES", str, "", "Ids of the GPUs that Spark has assigned to this rank; set by polyhvd.spark.run."
     )
+    host_devices: str = _row(
+        "HOST_DEVICES",
+        str,
+        "",
+        "Ids of the GPUs of all tasks on this host; set by polyhvd.spark.run_elastic.",
+    )
     report: str = _row(
         "REPORT",
         str,

@@ -11,12 +11,11 @@ from typing import Any
 import ray
 import ray.cloudpickle
 
-from polyhvd.config import Launched, Settings
+from polyhvd.config import Launched
 from polyhvd.elastic import process
 from polyhvd.launch.init import leave_after, shutdown
 from polyhvd.launch.providers.elastic import MemberProvider
 from polyhvd.launch.providers.precedence import RAY
-from polyhvd.launch.providers.provider import Claim, Met
 from polyhvd.ray import metrics
 
 __all__ = [
@@ -168,7 +167,8 @@ class ElasticWorker:
         """
         RAY.set_variables(variables)
         own = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
-        RAY.join_elastic(_ActorProvider(launched, tuple(own), node_gpus), launched)
+        gpus = list(own), gpus_of_node(own, node_gpus)
+        RAY.join_elastic(MemberProvider(launched, gpus), launched)
         metrics.publish()
         number = launched.member or 0
         function, args, kwargs = call
@@ -187,41 +187,15 @@ class ElasticWorker:
         return Outcome(0, _progress(), place, value, has_value=True)
 
 
-class _ActorProvider(MemberProvider):
-    """Gives an actor its places. Programs choose a GPU by their local rank, which the first place says.
+def gpus_of_node(own: Sequence[str], count: int) -> list[str]:
+    """Ids of the GPUs of a node, as far as they are known.
 
     Args:
-        launched: of a member.
-        own_gpus: ids of the GPUs that Ray has assigned to the actor.
-        node_gpus: number of GPUs of the node.
-    """
-
-    def __init__(self, launched: Launched, own_gpus: tuple[str, ...], node_gpus: int) -> None:
-        super().__init__(launched)
-        self._own_gpus, self._node_gpus = own_gpus, node_gpus
-
-    def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
-        """The place, as of MemberProvider."""
-        met = super().meet(claim, settings, after, deadline)
-        if self._own_gpus:
-            visible = visible_gpus(self._own_gpus, self._node_gpus, met.placement.local_rank)
-            RAY.set_variables({"CUDA_VISIBLE_DEVICES": ",".join(visible)})
-            self._own_gpus = ()  # CUDA reads the variable once
-        return met
-
-
-def visible_gpus(own: tuple[str, ...], count: int, local_rank: int) -> list[str]:
-    """The GPUs of a node in an order in which that at the place ``local_rank`` is the rank's own.
-
-    Args:
-        own: ids of the rank's GPUs.
+        own: ids of those that Ray has assigned to this actor.
         count: number of GPUs of the node.
-        local_rank: of the rank when it first gets a place.
     """
-    others = [str(number) for number in range(count) if str(number) not in own]
-    if not all(name.isdigit() for name in own):
-        others = []  # ids of other kinds cannot be guessed
-    return [*others[:local_rank], *own, *others[local_rank:]]
+    is_numbered = all(name.isdigit() for name in own)  # ids of other kinds cannot be guessed
+    return [str(number) for number in range(count)] if is_numbered else list(own)
 
 
 def call_with_object(made: Call | None, function: Callable[[Any], Any]) -> Any:

@@ -20,8 +20,9 @@ import ray.cloudpickle
 from ranks_alive import is_running, wait_until
 
 from polyhvd.data import ArrayLoader
+from polyhvd.launch.providers.elastic import visible_gpus
 from polyhvd.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
-from polyhvd.ray.worker import visible_gpus
+from polyhvd.ray.worker import gpus_of_node
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "elastic"))
 
@@ -247,7 +248,7 @@ def test_an_elastic_ray_executor_makes_objects_and_each_local_rank_is_its_own_gp
 @pytest.mark.parametrize("own", [("2",), ("GPU-b",)])
 @pytest.mark.parametrize("local_rank", [0, 1, 3])
 def test_own_gpus_are_at_the_place_of_the_local_rank(own: tuple[str, ...], local_rank: int) -> None:
-    visible = visible_gpus(own, 4, local_rank)
+    visible = visible_gpus(own, gpus_of_node(own, 4), local_rank)
     if own == ("2",):
         assert visible[local_rank] == "2"
         assert sorted(visible) == ["0", "1", "2", "3"]
@@ -340,7 +341,7 @@ def test_shutdown_in_another_thread_ends_the_job(tmp_path: Path) -> None:
 DRIVER = """
 import os, pathlib, sys, time, ray
 from polyhvd.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
-from polyhvd.ray.worker import visible_gpus
+from polyhvd.ray.worker import gpus_of_node
 
 def work(folder):
     import polyhvd.numpy as hvd
