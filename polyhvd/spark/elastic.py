@@ -131,12 +131,12 @@ def _limits(
 ) -> Limits:
     """The limits of a job; ``sizes`` are num_proc, min_num_proc and max_num_proc. Raises ValueError."""
     given, least, most = sizes
-    if given is None and least is not None and most is not None and least == most:
-        given = least
-    size = wanted_size(cluster, given, _CALLER)
-    if given is None:
-        size = max(size, least or 0)
-        size = size if most is None else min(size, most)
+    if given is None and least is not None:  # executors may come later
+        size = max(cluster.slots() or 0, int(least))
+    else:
+        size = wanted_size(cluster, given, _CALLER)
+    if given is None and most is not None:
+        size = min(size, int(most))
     try:
         return Limits(
             size=size,
@@ -195,11 +195,15 @@ class _Tasks:
     def __exit__(self, *_: object) -> None:
         self._job.end_processes()
         if self._job.ended < self._count:  # Spark would start others
-            self._cluster.cancel(self._tag)
+            self._cancel()
         self._thread.join(_ENDED_S)
         if self._thread.is_alive():
-            self._cluster.cancel(self._tag)
+            self._cancel()
             self._thread.join(_CANCELLED_S)
+
+    def _cancel(self) -> None:
+        with contextlib.suppress(Exception):  # Spark itself has ended
+            self._cluster.cancel(self._tag)
 
     def _run(self) -> None:
         numbers = self._cluster.session.range(0, self._count, 1, self._count)

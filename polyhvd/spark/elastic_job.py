@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TextIO
 
 import cloudpickle
 
+from polyhvd.elastic.limits import FINISHED
 from polyhvd.launch.elastic.driver import Driver
 from polyhvd.launch.elastic.function_job import DRIVER_TIMEOUT_S, Failure, FunctionJob
 from polyhvd.launch.hosts.lists import Host
@@ -169,8 +170,14 @@ class ElasticJob(FunctionJob):
             return self.submit(lambda driver: self.exited(driver, member, 1, reason=reason))
         slot = free[0]
         self.places[member] = slot.place
+        on_host = [gpu for item in list(self._slots.values()) if item.host == slot.host for gpu in item.gpus]
+        gpus = ",".join(dict.fromkeys([*on_host, *slot.gpus]))
+        visible = {"CUDA_VISIBLE_DEVICES": gpus, "POLYHVD_HOST_DEVICES": gpus} if gpus else {}
+        if "CUDA_VISIBLE_DEVICES" in self._variables:
+            visible = {}  # the user's own choice
         variables = {
             "POLYHVD_DEVICES": ",".join(slot.gpus),
+            **visible,
             **self._variables,
             **rank_environment((), place, host.name, knows_rank=knows_rank),
             "POLYHVD_HOST_ID": str(number),
@@ -248,7 +255,12 @@ class ElasticJob(FunctionJob):
     def _lose(self, driver: Driver, slot: _Slot) -> None:
         self.rendezvous.drop(f"{ORDERS}/{slot.number}/", waiters=True)
         driver.turn(time.monotonic())  # it starts no other process there
-        if slot.member is not None:
+        if slot.member is None:
+            return
+        if f"{RESULT}/{slot.member}" in self._values:  # it had nothing to do any more
+            reported = (FINISHED + b"\0").hex()
+            self._take(driver, slot.number, {"member": slot.member, "status": 0, "reported": reported})
+        else:
             self.exited(driver, slot.member, 1, reason="is lost: the task of Spark has ended")
 
     def _take(self, driver: Driver, number: str, ending: dict[str, Any]) -> None:

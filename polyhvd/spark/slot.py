@@ -17,7 +17,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,7 +52,7 @@ class Post:
     """
 
     endpoint: str
-    secret: str
+    secret: str = field(repr=False)
     captured: tuple[bool, bool]
 
 

@@ -10,74 +10,20 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
 import spark_common
-from spark_common import BUSY_S, END_S, is_alive, parent_of, wait_until
+from spark_common import BUSY_S, END_S, check, is_alive, note, parent_of, started, train, wait_until
 
 import polyhvd.spark
+from polyhvd.spark import elastic
 
 for module in (spark_common, sys.modules[__name__]):
     cloudpickle.register_pickle_by_value(module)
 pytestmark = pytest.mark.usefixtures("session")
-
-STEPS = 6
-
-
-class Found(NamedTuple):
-    """What a rank returns."""
-
-    process: int
-    rank: int
-    size: int
-    steps: int
-    total: float
-
-
-def note(folder: Path) -> None:
-    """Have started() list this process."""
-    (folder / f"{time.time():.6f}-{os.getpid()}").touch()
-
-
-def started(folder: Path) -> list[int]:
-    """The processes that have noted themselves, in their order."""
-    return [int(path.name.partition("-")[2]) for path in sorted(folder.glob("[0-9]*-*"))]
-
-
-def train(folder: Path, size: int = 2, lost_rank: int | None = None) -> Found:
-    """Count steps until there are ``size`` ranks; one rank may be killed after the second step."""
-    import polyhvd.numpy as hvd
-
-    note(folder)
-    hvd.init()
-    state = hvd.elastic.ArrayState(total=np.zeros(2), steps=0)
-    deadline = time.monotonic() + BUSY_S
-
-    @hvd.elastic.run
-    def loop(state: Any) -> None:
-        while state.steps < STEPS or hvd.size() < size or not (folder / "go").exists():
-            assert time.monotonic() < deadline
-            if state.steps == 2 and hvd.rank() == lost_rank and not (folder / "lost").exists():
-                (folder / "lost").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            state.total += hvd.allreduce(np.ones(2), op=hvd.Average, name="ones")
-            state.steps += 1
-            if state.steps == STEPS:
-                (folder / f"reached-{hvd.rank()}").touch()
-            time.sleep(0.02)
-            state.commit()
-
-    loop(state)
-    return Found(os.getpid(), hvd.rank(), hvd.size(), state.steps, float(state.total[0]))
-
-
-def check(found: list[Found], size: int = 2) -> None:
-    assert [(item.rank, item.size) for item in found] == [(rank, size) for rank in range(size)]
-    assert len({item.steps for item in found}) == 1
-    assert all(item.total == item.steps for item in found), "a step for each that was counted"
 
 
 def test_a_killed_rank_is_replaced_and_the_other_keeps_its_process(tmp_path: Path) -> None:
@@ -107,6 +53,22 @@ def test_a_lost_task_is_replaced_by_another(tmp_path: Path, generations: int) ->
     found = run.result(BUSY_S)
     check(found)
     assert [item.process in ranks for item in found] == [True, False]
+
+
+def test_each_local_rank_is_the_gpu_that_spark_has_assigned_to_its_task() -> None:
+    def look() -> tuple[list[str], list[str], int]:
+        import polyhvd.numpy as hvd
+
+        hvd.init()
+        visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return polyhvd.spark.task.get_available_devices(), visible, hvd.local_rank()
+
+    found = polyhvd.spark.run_elastic(look, num_proc=2)
+    assert [local_rank for _, _, local_rank in found] == [0, 1]
+    assert sorted(own for own, _, _ in found) == [["3"], ["5"]]
+    for own, visible, local_rank in found:
+        assert [visible[local_rank]] == own
+        assert sorted(visible) == ["3", "5"]
 
 
 class MineError(Exception):
@@ -142,6 +104,34 @@ def test_a_function_that_cannot_be_pickled_is_an_error_before_anything_runs() ->
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"polyhvd.spark.run_elastic\(\): .*cannot be sent.*cannot pickle"):
         polyhvd.spark.run_elastic(lambda: lock)
+
+
+def test_another_version_on_the_executors_is_an_error_that_names_both(monkeypatch: Any) -> None:
+    found = polyhvd.__version__
+    monkeypatch.setattr(elastic, "__version__", "77.0")
+    with pytest.raises(RuntimeError, match=f"the driver has polyhvd 77.0, and executors have: .*: {found}"):
+        polyhvd.spark.run_elastic(lambda: 1, num_proc=1)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 1), (2, 0, 2)])
+def test_numbers_that_contradict_each_other_are_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(
+        ValueError, match=r"run_elastic\(\): min_num_proc .*expected 1 <= min_num_proc <= num_"
+    ):
+        polyhvd.spark.run_elastic(lambda: 1, (), {}, *sizes)
+
+
+def test_too_few_ranks_after_the_loss_of_a_task_end_the_job(tmp_path: Path) -> None:
+    def kill_worker() -> None:
+        import polyhvd.numpy as hvd
+
+        hvd.init()
+        if hvd.rank() == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
+    with pytest.raises(RuntimeError, match=r"process . \(rank 1\) on executor .* is lost: the task of Spark"):
+        polyhvd.spark.run_elastic(kill_worker, num_proc=2, elastic_timeout=0)
 
 
 def test_too_few_slots_are_an_error_after_the_timeout_with_what_there_is() -> None:

@@ -15,7 +15,19 @@ import numpy as np
 import pyspark
 import pytest
 import spark_common
-from spark_common import BUSY_S, END_S, in_world, is_alive, noted, parent_of, sleeping, wait_until
+from spark_common import (
+    BUSY_S,
+    END_S,
+    check,
+    in_world,
+    is_alive,
+    noted,
+    parent_of,
+    sleeping,
+    started,
+    train,
+    wait_until,
+)
 
 import polyhvd.spark
 
@@ -32,11 +44,11 @@ class MineError(Exception):
 
 @pytest.fixture(scope="module", autouse=True)
 def remote() -> Iterator[Any]:
-    """A session with two slots."""
+    """A session with two slots, in which a task may fail."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
     from pyspark.sql import SparkSession
 
-    made = SparkSession.builder.remote("local[2]").getOrCreate()
+    made = SparkSession.builder.remote("local[2,4]").getOrCreate()
     yield made
     made.stop()
 
@@ -62,6 +74,28 @@ def test_an_exception_has_its_class() -> None:
 def test_too_few_slots_are_an_error_after_the_timeout() -> None:
     with pytest.raises(TimeoutError, match=r"not started 3 tasks at once within 1 s .*there are 2 slots"):
         polyhvd.spark.run(lambda: 1, num_proc=3, start_timeout=1)
+
+
+def test_an_elastic_job_replaces_a_lost_task_and_the_other_rank_keeps_its_process(tmp_path: Path) -> None:
+    job = ThreadPoolExecutor(1).submit(
+        polyhvd.spark.run_elastic, train, (tmp_path,), num_proc=2, min_num_proc=1
+    )
+    wait_until(lambda: (tmp_path / "reached-0").exists() or job.done(), BUSY_S)
+    ranks = started(tmp_path)
+    os.kill(parent_of(ranks[1]), signal.SIGKILL)
+    wait_until(lambda: len(started(tmp_path)) > 2 or job.done(), BUSY_S)
+    (tmp_path / "go").touch()
+    found = job.result(BUSY_S)
+    check(found)
+    assert [item.process in ranks for item in found] == [True, False]
+
+
+def test_an_interrupted_session_ends_an_elastic_job(remote: Any, tmp_path: Path) -> None:
+    job = ThreadPoolExecutor(1).submit(polyhvd.spark.run_elastic, train, (tmp_path,), num_proc=2)
+    wait_until(lambda: len(started(tmp_path)) == 2 or job.done(), BUSY_S)
+    remote.interruptAll()
+    assert isinstance(job.exception(BUSY_S), RuntimeError)
+    wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
 
 
 def test_no_rank_outlives_its_worker_and_none_is_started_again(tmp_path: Path) -> None:
