@@ -193,9 +193,9 @@ class Position:
     def state_dict(self) -> dict[str, int]:
         """The position, as plain numbers that are the same on every rank.
 
-        They are ``seed``, ``epoch``, ``cursor`` and ``streams``, and ``rows`` to recognise other data. Of
-        data in row groups they are also ``window``, and ``groups``, a checksum of the sizes of these groups
-        and the names of their files.
+        They are ``seed``, ``epoch``, ``cursor`` and ``streams``, ``rows`` to recognise other data, and
+        ``shuffle``. Of data in row groups they are also ``window``, and ``groups``, a checksum of the sizes
+        of these groups and the names of their files.
 
         Example::
 
@@ -208,6 +208,7 @@ class Position:
             "cursor": self._cursor,
             "streams": order.streams,
             "rows": order.total,
+            "shuffle": int(order.shuffle),
         }
         if order.window is not None:
             state.update(window=order.window, groups=order.checksum)
@@ -223,8 +224,9 @@ class Position:
             state: what :meth:`state_dict` returned, here or on another rank.
 
         Raises:
-            ValueError: it is no such state, or that of data with another number of rows. Nothing has
-                changed then.
+            ValueError: it is no such state, or that of data with another number of rows, or one within an
+                epoch whose rows are shuffled where these are not, or the other way round. Nothing has changed
+                then.
 
         Example::
 
@@ -234,7 +236,8 @@ class Position:
             raise ValueError(
                 f"the state of the data's position is {state!r}; it has to be what state_dict() returned"
             )
-        names = tuple(self.state_dict())
+        # States of before may lack "shuffle".
+        names = tuple(name for name in self.state_dict() if name != "shuffle" or name in state)
         if missing := [name for name in names if name not in state]:
             raise ValueError(
                 f"the state of the data's position lacks {', '.join(missing)}; it has {sorted(state)}"
@@ -253,6 +256,12 @@ class Position:
             )
         if cursor > rows:
             raise ValueError(f"cursor is {cursor}, but the data has {rows} rows")
+        if 0 < cursor < rows and bool(loaded.get("shuffle", order.shuffle)) != order.shuffle:
+            raise ValueError(
+                f"the state is within an epoch of a loader with shuffle={not order.shuffle}, whose rows come "
+                f"in another order than with shuffle={order.shuffle}: some would be left out and others be "
+                f"repeated; pass shuffle={not order.shuffle} until that epoch has ended"
+            )
         seed, streams, window = loaded["seed"], loaded["streams"], loaded.get("window")
         if (seed, streams, window) != (order.seed, order.streams, order.window):
             self._order = order.with_options(seed=seed, streams=streams, window=window)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyhvd import NotInitializedError
-from polyhvd.data import ArrayLoader, Batch
+from polyhvd.data import ArrayLoader, Batch, DistributedBatchSampler
 
 
 class World:
@@ -307,3 +307,26 @@ def test_columns_of_pandas_are_arrays_that_share_its_memory() -> None:
         ArrayLoader(pd.DataFrame([[1, 2]], columns=["x", "x"]), 1)
     nullable = ArrayLoader(pd.DataFrame({"x": pd.array([1, 2], "Int64")}), 1, placement=lambda: (0, 1))
     assert sorted(int(batch["x"][0]) for batch in nullable) == [1, 2]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("is_sampler", [False, True])
+def test_state_within_an_epoch_is_refused_where_rows_are_in_another_order(
+    is_sampler: bool, shuffle: bool
+) -> None:
+    def made(shuffle: bool) -> ArrayLoader | DistributedBatchSampler:
+        if is_sampler:
+            return DistributedBatchSampler(20, 4, shuffle=shuffle, placement=lambda: (0, 1))
+        return ArrayLoader([np.arange(20)], 4, shuffle=shuffle, placement=lambda: (0, 1))
+
+    loader, other = made(shuffle), made(not shuffle)
+    for cursor in (0, 20):
+        other.load_state_dict({**loader.state_dict(), "epoch": 2, "cursor": cursor})
+        assert (other.epoch, other.cursor) == (2, cursor)
+    within = {**loader.state_dict(), "cursor": 8}
+    with pytest.raises(ValueError, match=f"within an epoch of a loader with shuffle={shuffle}, .* repeated"):
+        other.load_state_dict(within)
+    assert (other.epoch, other.cursor) == (2, 20)
+    loader.load_state_dict(within)
+    del within["shuffle"]
+    other.load_state_dict(within)
