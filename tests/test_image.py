@@ -38,6 +38,7 @@ def test_a_user_who_is_not_root_comes_last_and_compilers_stay_behind(image: Modu
         ("setup.py", False),
         ("polyhvd/csrc/engine/engine.cc", False),
         ("frameworks/torch/adapter.py", False),
+        ("docs/elastic.md", False),
         ("polyhvd/_core.cpython-311-x86_64-linux-gnu.so", True),
         ("polyhvd/launch/__pycache__/cli.cpython-311.pyc", True),
         ("tests/test_image.py", True),

@@ -11,9 +11,8 @@
 namespace polyhvd::shm {
 namespace {
 
-// What a word holds, beside the id of the thread that holds it. The bit for waiters is always set
-// with an id, so that the kernel wakes threads that sleep on the word.
-constexpr std::uint32_t kNotHeld = 0;
+// What a word holds after its thread has let it go. Before, it is 0, then the thread's id. The bit
+// for waiters is always set with an id, so that the kernel wakes threads that sleep on the word.
 constexpr std::uint32_t kLetGo = FUTEX_WAITERS;
 
 // A wake-up that has gone to a thread which ends at this moment is made up for after so long.
