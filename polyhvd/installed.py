@@ -219,12 +219,19 @@ def _facts(framework: str) -> Framework:
 
 
 def _hiding_file(package: str) -> str | None:
-    """The file that Python imports in place of a framework, all of which are folders; None: there is none."""
+    """The file beside the program that Python imports in place of a framework; None: there is none.
+
+    Frameworks are folders. A file elsewhere, such as in PYTHONPATH, may be meant to stand for one.
+    """
     module = sys.modules.get(package)
-    if module is not None:
-        return None if hasattr(module, "__path__") else getattr(module, "__file__", None)
-    spec = find_spec(package)
-    return spec.origin if spec is not None and spec.submodule_search_locations is None else None
+    if module is None:
+        spec = find_spec(package)
+        file = spec.origin if spec is not None and spec.submodule_search_locations is None else None
+    else:
+        file = None if hasattr(module, "__path__") else getattr(module, "__file__", None)
+    program = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    folders = {str(Path(program).absolute().parent) if program else "", str(Path.cwd())}
+    return file if file and str(Path(file).absolute().parent) in folders else None
 
 
 def modules_with(name: str) -> list[str]:

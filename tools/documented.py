@@ -18,8 +18,8 @@ ROLE = re.compile(r":(?:py:)?(?:func|class|meth|mod|attr|data|exc):`~?([^`]+)`")
 EXAMPLE = re.compile(r"^( *)(Examples?)::$", re.MULTILINE)
 
 
-def on_pre_build(config: Any) -> None:
-    """Make a folder of links that mkdocstrings reads, without importing anything."""
+def on_startup(**_: Any) -> None:
+    """Make a folder of links, which must be there when mkdocstrings looks for its paths."""
     package = LAID_OUT / "polyhvd"
     shutil.rmtree(LAID_OUT, ignore_errors=True)
     package.mkdir(parents=True)

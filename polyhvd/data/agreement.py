@@ -25,7 +25,10 @@ __all__ = ["Agreement", "Description"]
 
 #: Of names of operations that no rank waits for; see csrc/control/unhurried.h.
 _PREFIX = "polyhvd.data/"
-#: How long a rank waits for the descriptions of the others, once it knows that they differ.
+#: How long a rank waits for the descriptions of the others when it sees that they differ. Others may see it
+#: one batch later only, and need this rank's part in the step until then.
+_FIRST_WAIT_S = 5.0
+#: How long it waits with the next batch.
 _WAIT_S = 10.0
 _POLL_S = 0.005
 _CALLERS = 4  # of a loader, by which the ranks recognise it
@@ -75,10 +78,12 @@ class Agreement:
         self._name = ""
         self._handle: Any = None
         self._text = b""  # what the checksum is of, until it is compared: positions move
+        #: Once it is known that ranks differ: their descriptions on the way, and the ranks by what they have.
+        self._difference: tuple[Any, dict[int, int], list[list[int]]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which compares by itself."""
-        return {**self.__dict__, "_world": None, "_handle": None, "_text": b""}
+        return {**self.__dict__, "_world": None, "_handle": None, "_text": b"", "_difference": None}
 
     def check(self) -> None:
         """Send the checksum if that was not done in this world, and compare those of all that are there.
@@ -92,6 +97,8 @@ class Agreement:
         try:
             if self._world is None or self._world() is not world:
                 self._begin(world)
+            elif self._difference is not None:
+                self._report(world, _WAIT_S, is_last=True)
             elif self._handle is not None and self._handle.done():
                 handle, self._handle = self._handle, None
                 self._compare(world, world.numpy.synchronize(handle))
@@ -103,7 +110,7 @@ class Agreement:
             begun = _begun.setdefault(world, Counter())
             begun[self._key] += 1
             number = begun[self._key]
-        self._world = weakref.ref(world)
+        self._world, self._difference = weakref.ref(world), None
         self._name = f"{_PREFIX}{self._label}.{self._key}.{number}"
         self._text = self._packed()
         numbers = np.array([[world.placement.rank, len(self._text)]], "<i8").view(np.uint8)
@@ -124,34 +131,42 @@ class Agreement:
         text, self._text = self._text, b""
         if len(digests) == 1:
             return
-        found = self._gathered(world, text, lengths)
-        heading = ""
-        if found is None:
-            groups = " and ".join(ranks_named(ranks) for ranks in digests.values())
-            difference = f"{groups} have different data, arguments or positions"
+        handle = world.numpy.allgather_async(np.frombuffer(text, np.uint8), name=f"{self._name}.all")
+        self._difference = handle, lengths, list(digests.values())
+        self._report(world, _FIRST_WAIT_S, is_last=False)
+
+    def _report(self, world: World, wait_s: float, *, is_last: bool) -> None:
+        """Raise the error once the descriptions of all ranks are there, or, if ``is_last``, without them."""
+        assert self._difference is not None
+        handle, lengths, groups = self._difference
+        deadline = time.monotonic() + wait_s
+        while not handle.done():
+            if time.monotonic() > deadline:
+                if not is_last:
+                    return
+                break
+            time.sleep(_POLL_S)
+        self._difference, heading = None, ""
+        if handle.done():
+            heading, difference = _difference(_unpacked(world.numpy.synchronize(handle), lengths))
         else:
-            heading, difference = _difference(found)
+            named = " and ".join(map(ranks_named, groups))
+            difference = f"{named} have different data, arguments or positions"
         raise DataError(
             f"{self._label}: the ranks read different data: {difference}; {_CURES.get(heading, _CURE)}, or "
             "pass placement= for a loader that not all ranks share"
         )
 
-    def _gathered(self, world: World, text: bytes, lengths: dict[int, int]) -> dict[int, Description] | None:
-        """The descriptions of all ranks; None: not all have sent theirs in time."""
-        deadline = time.monotonic() + _WAIT_S
-        handle = world.numpy.allgather_async(np.frombuffer(text, np.uint8), name=f"{self._name}.all")
-        while not handle.done():
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(_POLL_S)
-        everything = world.numpy.synchronize(handle).tobytes()
-        found: dict[int, Description] = {}
-        begin = 0
-        for rank, length in lengths.items():
-            items = json.loads(zlib.decompress(everything[begin : begin + length]))
-            found[rank] = {heading: dict(texts) for heading, texts in items}
-            begin += length
-        return found
+
+def _unpacked(everything: Any, lengths: Mapping[int, int]) -> dict[int, Description]:
+    """The descriptions of all ranks."""
+    packed, begin = everything.tobytes(), 0
+    found: dict[int, Description] = {}
+    for rank, length in lengths.items():
+        items = json.loads(zlib.decompress(packed[begin : begin + length]))
+        found[rank] = {heading: dict(texts) for heading, texts in items}
+        begin += length
+    return found
 
 
 def ranks_named(ranks: list[int]) -> str:

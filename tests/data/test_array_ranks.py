@@ -67,6 +67,39 @@ def test_other_rows_or_arguments_on_one_rank_are_an_error_on_every_rank(
         iterate(loader)
 
 
+class SeenLater:
+    """A handle that is done, but not at the first look."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle, self._looks = handle, 0
+
+    def done(self) -> bool:
+        self._looks += 1
+        return self._looks > 1 and self._handle.done()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+def test_the_error_is_the_same_if_one_rank_sees_the_difference_a_batch_later() -> None:
+    loader = ArrayLoader([np.arange(40)], batch_size=2, seed=int(hvd.rank() == 1))
+    batches = 0
+
+    def train() -> None:
+        nonlocal batches
+        for _ in loader:
+            batches += 1
+            if batches == 1:
+                hvd.barrier()
+                if hvd.rank() == 0:
+                    loader._agreement._handle = SeenLater(loader._agreement._handle)
+            hvd.allreduce(np.ones(1), name="step")
+
+    with pytest.raises(DataError, match=r"argument 'seed': 0 on rank.* 0.*; 1 on rank 1"):
+        train()
+    assert hvd.allgather_object(batches) == [2] * hvd.size()
+
+
 def test_arrays_of_other_forms_on_one_rank_are_an_error_on_every_rank() -> None:
     loader = ArrayLoader({"x": np.zeros((20, 3 + (hvd.rank() == 1)), np.float32)}, batch_size=1)
     with pytest.raises(DataError, match=r"array 'x': float32\[3\] on rank.* 0.*; float32\[4\] on rank 1;"):

@@ -44,8 +44,8 @@ def _parameters(value: Any) -> list[str]:
 
 
 def _arguments(text: str) -> set[str]:
-    """The names before the colons of the section Args, and those that are mentioned in it."""
-    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)*)", text, re.MULTILINE)
+    """The names before the colons of the section Args or Attributes, and those that are mentioned in it."""
+    section = re.search(r"^(?:Args|Attributes):\n((?:[ ]+.*\n?|\n)*)", text, re.MULTILINE)
     if section is None:
         return set()
     lines = re.findall(r"^    (\w[\w, *]*):", section[1], re.MULTILINE) + re.findall(r"``(\w+)``", section[1])

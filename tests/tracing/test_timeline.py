@@ -124,7 +124,9 @@ def test_steps_that_wait_for_data_have_spans_in_a_row_of_their_own(pools: Pools,
     pools.get(TWO).run(load, str(tmp_path / "trace.json"))
     for name in ("trace.json", "trace.rank1.json"):
         rows = rows_of(events_of(tmp_path / name))
-        assert set(rows) == {"allreduce.x", "data"}
+        # And that of an allgather, in which loaders compare their arguments.
+        others = {row for row in rows if "polyhvd.data/" not in row}
+        assert others == {"allreduce.x", "data"}
         assert [span["name"] for span in rows["data"]] == 3 * ["WAIT_FOR_DATA"]
         steps = [span["ts"] for span in rows["allreduce.x"] if span["name"] == "NEGOTIATE_ALLREDUCE"]
         for span, step, following in zip(rows["data"], steps, [*steps[1:], float("inf")], strict=True):
