@@ -278,13 +278,13 @@ def test_an_exception_of_a_rank_ends_the_job(tmp_path: Path) -> None:
     with pytest.raises(MineError, match=r"^a bad row$") as caught:
         executor(2, 2).run(lambda: fail(tmp_path, MineError("a bad row")))
     assert "in fail" in str(caught.value.__cause__)
-    assert "process 1 on " in str(caught.value.__cause__)
+    assert "process 1 (rank 1) on " in str(caught.value.__cause__)
     wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 
 @pytest.mark.nightly
 def test_a_rank_that_calls_exit_ends_the_job(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"^process 1 on \w+ has failed:\nsys\.exit\(4\)$"):
+    with pytest.raises(RuntimeError, match=r"^process 1 \(rank 1\) on \w+ has failed:\nsys\.exit\(4\)$"):
         executor(2, 2).run(lambda: fail(tmp_path, SystemExit(4)))
 
 
