@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import ray
 import ray.cloudpickle
-from ray.exceptions import ActorHandleNotFoundError
+from ray.exceptions import ActorHandleNotFoundError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from polyhvd.config import Launched
@@ -181,8 +181,11 @@ class ElasticJob(FunctionJob):
         if not has_ended:
             if error is None and member in self._processes:
                 self._processes[member].start_by = float("inf")
-        elif isinstance(error, ray.exceptions.RayTaskError):  # what Ray itself does with calls has failed
+        elif isinstance(error, RayTaskError):  # what Ray itself does with calls has failed
             self._end(driver, member, 1, failure=Failure(str(error)))
+        elif isinstance(error, RaySystemError):  # of loading; another process would have the same result
+            text = f"its result cannot be loaded in the driver: {error}"
+            self._end(driver, member, 1, failure=Failure(text))
         elif error is not None:
             is_unstartable = getattr(error, "actor_init_failed", False)  # would recur
             what = "was not started" if is_unstartable else "is lost"

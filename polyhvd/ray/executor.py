@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import ActorHandleNotFoundError, RayError, RayTaskError, UnserializableException
+from ray.exceptions import (
+    ActorHandleNotFoundError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+    UnserializableException,
+)
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -574,6 +580,8 @@ def _raise(rank: int, error: Exception) -> NoReturn:
     """Raise the exception of a rank."""
     if isinstance(error, UnserializableException):
         raise RuntimeError(f"rank {rank} has failed; {error}") from error
+    if isinstance(error, RaySystemError) and not isinstance(error, RayTaskError):
+        raise RuntimeError(f"the result of rank {rank} cannot be loaded in the driver: {error}") from error
     if not isinstance(error, RayTaskError):
         raise RuntimeError(f"rank {rank} has ended: {error}") from error
     if isinstance(error.cause, ExitedError):

@@ -282,6 +282,42 @@ def test_an_exception_of_a_rank_ends_the_job(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 
+def loaded_elsewhere(process: int) -> int:
+    if os.getpid() == process:
+        raise LookupError("not here")
+    return process
+
+
+class Unloadable(Exception):
+    """What a process cannot unpickle."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__("on a rank")
+        self.process = process
+
+    def __reduce__(self) -> Any:
+        return loaded_elsewhere, (self.process,)
+
+
+def test_a_result_that_the_driver_cannot_load_ends_the_job(tmp_path: Path) -> None:
+    driver = os.getpid()
+
+    def made() -> Any:
+        note(tmp_path)
+        return Unloadable(driver)
+
+    with pytest.raises(RuntimeError, match=r"its result cannot be loaded in the driver: .*not here"):
+        executor(1, 1, reset_limit=3).run(made)
+    assert len(started(tmp_path)) == 1, "another process would have the same result"
+
+
+@pytest.mark.nightly
+def test_an_exception_that_the_driver_cannot_load_has_its_traceback(tmp_path: Path) -> None:
+    driver = os.getpid()
+    with pytest.raises(RuntimeError, match=r"(?s)in fail.*Unloadable: on a rank.*\(its exception cannot be"):
+        executor(2, 2).run(lambda: fail(tmp_path, Unloadable(driver)))
+
+
 @pytest.mark.nightly
 def test_a_rank_that_calls_exit_ends_the_job(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^process 1 \(rank 1\) on \w+ has failed:\nsys\.exit\(4\)$"):
