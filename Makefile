@@ -315,14 +315,14 @@ test-ray: $(STAMPS)/test stand-ins
 ##@ setup-spark  install what make test-spark needs, but for Java
 .PHONY: setup-spark
 setup-spark: $(STAMPS)/base
-	$(PY) tools/matrix.py --prepare spark-3.5 spark-4
+	$(PY) tools/matrix.py --prepare spark-3.5 spark-4 spark-estimators
 
 ##@ test-spark  the tests of polyhvd.spark on real clusters of Spark 3.5 and 4; make matrix has them, too
 .PHONY: test-spark
 test-spark: $(STAMPS)/test stand-ins
 	@command -v java >/dev/null || { echo "Spark needs Java 17 or newer, which is not installed. On Debian, as root:" \
 		"apt-get install -y --no-install-recommends openjdk-17-jre-headless" >&2; exit 1; }
-	$(PY) tools/matrix.py spark-3.5 spark-4
+	$(PY) tools/matrix.py spark-3.5 spark-4 spark-estimators
 
 ##@ environments  install what make matrix needs
 .PHONY: environments

@@ -100,11 +100,8 @@ ENVIRONMENTS = (
         "spark-estimators",
         ("py4j==0.10.9.9", "python-dateutil", "pytz", "tzdata"),
         (),
-        extra_tests=("tests/spark/test_spark_estimators_torch.py",),
-        without_dependencies=(
-            "pandas==2.2.3",
-            "pyspark==4.3.0",
-        ),  # frameworks and NumPy are those of the suite
+        extra_tests=tuple(f"tests/spark/test_spark_estimators_{name}.py" for name in ("torch", "keras")),
+        without_dependencies=("pandas==2.2.3", "pyspark==4.3.0"),  # NumPy is that of the suite
         over_suite=True,
     ),
     Environment("numpy-2", ("numpy>=2,<3", "ml_dtypes"), ("numpy",)),

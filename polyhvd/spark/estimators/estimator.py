@@ -96,7 +96,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         store = self._checked_store()
         self._require_params()
         payload, backend = self._payload(), self._backend()
-        validation, run_id = self.getOrDefault("validation"), self._run_id()
+        validation, run_id = self.getOrDefault("validation") or None, self._run_id()
         named = {name: self._list(name) for name in ("feature_cols", "label_cols")}
         named["sample_weight_col"] = self._list("sample_weight_col")
         is_transformed = self.getOrDefault("transformation_fn") is not None
@@ -261,9 +261,9 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         for name in ("train_steps_per_epoch", "validation_steps_per_epoch", "backward_passes_per_step"):
             _require_positive(name, self.getOrDefault(name))
         validation = self.getOrDefault("validation")
-        if validation is not None and not isinstance(validation, str) and not 0 < validation < 1:
+        if validation is not None and not isinstance(validation, str) and not 0 <= validation < 1:
             raise ValueError(
-                f"fit(): validation is {validation!r}; expected a part between 0 and 1, or a column's name"
+                f"fit(): validation is {validation!r}; expected a part from 0 to below 1, or a column's name"
             )
         if self.getOrDefault("reader_pool_type") not in ("thread", "process", "dummy"):
             raise ValueError(

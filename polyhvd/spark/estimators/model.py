@@ -90,7 +90,8 @@ class FrameworkModel(Model, Persistent):  # type: ignore[misc]
         found = []
         for name, shape in zip(names, shapes, strict=False):
             label = labels.get(name, "double")
-            is_scalar = int(np.prod(shape)) == 1 and label in (*_WHOLE, "float", "double", "boolean")
+            is_scalar = None not in shape and int(np.prod(shape)) == 1  # None: it differs from batch to batch
+            is_scalar &= label in (*_WHOLE, "float", "double", "boolean")
             found.append(label if is_scalar else "vector")
         return found
 
