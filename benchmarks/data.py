@@ -1,4 +1,4 @@
-"""What loading costs: ``python -m benchmarks --only data``.
+"""The cost of loading: ``python -m benchmarks --only data``.
 
 Each reader of :mod:`benchmarks.data_readers` is a process, or two with half of the rows each. They read
 epochs in turns, so that the machine's noise falls on all of them, and a ratio is the median of those of the

@@ -1,4 +1,4 @@
-"""What a loader costs besides its speed: ``python -m benchmarks.data_costs COST FOLDER`` prints JSON.
+"""Costs of a loader besides its speed: ``python -m benchmarks.data_costs COST FOLDER`` prints JSON.
 
 FOLDER has the files of :func:`benchmarks.data.write`.
 """

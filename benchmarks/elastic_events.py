@@ -1,4 +1,4 @@
-"""What ranks of jobs that lose processes have noted, read while they run.
+"""Events of ranks of jobs that lose processes, read while they run.
 
 Ranks append lines to one file (:class:`benchmarks.elastic_rank.Events`); whoever ends a process of theirs
 reads here who there is, and afterwards how long the others took.
@@ -113,7 +113,7 @@ class Log:
             time.sleep(0.02)
 
     def said(self) -> str:
-        """What the job has printed."""
+        """The job's output."""
         return self._said.read_text("utf-8", "replace")
 
     def worlds(self, since: float = 0.0, former: int = -1) -> Iterator[World]:

@@ -1,4 +1,4 @@
-"""What elastic jobs on several hosts take to go on when they lose a rank, a host or its cable, or one leaves.
+"""Recovery times of elastic jobs on several hosts that lose a rank, a host or its cable, or one leaves.
 
 Three network namespaces are the hosts, with an sshd each, and the launcher runs on the first. The machine's
 monotonic clock is that of all.

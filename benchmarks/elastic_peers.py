@@ -1,4 +1,4 @@
-"""What others take to go on after kill -9 of a rank: torchrun's restarts, Ray Train, Horovod's elastic jobs.
+"""Recovery times of others after kill -9 of a rank: torchrun's restarts, Ray Train, Horovod's elastic jobs.
 
 Three ranks of PyTorch with 102 MB, on this host or on three that are namespaces, in each peer's own way.
 Ray Train and Horovod have environments of their own, by ``make bench-peers``; who is not there is left out.

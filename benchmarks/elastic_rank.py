@@ -215,7 +215,7 @@ def hold(framework: str, megabytes: int) -> None:
 
 
 def kill(hvd: Any, events: Events, number: int) -> Callable[[Any, float], float]:
-    """What commits, and kills a rank of a whole world when the spare has been there for a while."""
+    """Commits, and kills a rank of a whole world when the spare has been there for a while."""
     size, spares = (int(os.environ[f"BENCH_ELASTIC_{name}"]) for name in ("SIZE", "SPARES"))
     there_since: float | None = None
 
@@ -241,7 +241,7 @@ def kill(hvd: Any, events: Events, number: int) -> Callable[[Any, float], float]
 
 
 def leave(hvd: Any, events: Events, number: int) -> Callable[[Any, float], float]:
-    """What commits and gives a rank notice, as often as it is asked to."""
+    """Commits, and gives a rank notice, as often as it is asked to."""
     hvd.elastic.on_leave(lambda _: events.note("left"))
 
     def strike(state: Any, began: float) -> float:

@@ -22,7 +22,7 @@ QUIET_BLOCKS_MIN = 3
 
 @dataclass
 class Sample:
-    """What one peer's blocks were. Those that other processes disturbed count where there are no others."""
+    """The blocks of one peer. Those that other processes disturbed count where there are no others."""
 
     blocks: list[Block] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class Sample:
         return times[min(len(times) - 1, int(part * len(times)))]
 
     def summary(self) -> dict[str, object]:
-        """What is kept in the JSON file."""
+        """The content of the JSON file."""
         return {
             "median_ms": self.median,
             "p10_ms": self.quantile(0.1),

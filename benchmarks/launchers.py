@@ -182,7 +182,7 @@ class Launcher:
         self._popen(self.places[0], command, {})
 
     def _polyhvd_by_hand(self) -> None:
-        """What polyhvdrun does over ssh, for hosts that run no sshd."""
+        """Starts ranks as polyhvdrun does over ssh, for hosts that run no sshd."""
         first = self.places[0]
         server = self._popen(
             first,
@@ -233,7 +233,7 @@ class Launcher:
         self.rank_command[0] = os.environ["BENCH_HOROVOD"]
 
     def _horovod_gloo(self) -> None:
-        """What horovodrun does on one host."""
+        """Starts ranks as horovodrun does on one host."""
         self._in_horovods_python("gloo")
         first = self.places[0]
         server = self._popen(

@@ -51,7 +51,7 @@ def step(hvd: Any, gradients: list[Any], model: str) -> None:
 
 
 def measure(steps: int) -> dict[str, Any]:
-    """What this rank holds at each point."""
+    """The memory of this rank at each point."""
     begin = resident()
     import polyhvd.numpy as hvd
 

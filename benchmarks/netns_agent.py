@@ -1,4 +1,4 @@
-"""What mpirun calls in place of ssh: runs a command in the namespace that plays a host.
+"""Called by mpirun in place of ssh: runs a command in the namespace that plays a host.
 
 ``python -m benchmarks.netns_agent ADDRESS COMMAND...``; the environment names the namespaces.
 """

@@ -1,4 +1,4 @@
-"""What watching costs: ``python -m benchmarks --only parity``.
+"""The cost of watching: ``python -m benchmarks --only parity``.
 
 A step of a network of three dense layers on two ranks, alone and with ``parity.watch``, in blocks that take
 turns in the same processes; and with hooks that do nothing, which is the least that any watch costs. Ranks
@@ -43,7 +43,7 @@ Row = dict[str, float]
 
 
 def _nothing(*_: Any) -> None:
-    """What a hook does that does nothing."""
+    """The cost of a hook that does nothing."""
 
 
 class Torch:

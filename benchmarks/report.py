@@ -15,7 +15,7 @@ from benchmarks.peers import ENTRIES
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on, and what else it had to do."""
+    """The machine on which the figures were measured, and its other load."""
     model = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
     return {
         "cores": os.cpu_count(),
@@ -76,7 +76,7 @@ def section(part: Part, results: Results) -> list[str]:
 
 
 class Report:
-    """What a run has found so far; written after each part, so that one that is cut off leaves something."""
+    """The results of a run so far; written after each part, so that one that is cut off leaves something."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

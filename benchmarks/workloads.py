@@ -1,4 +1,4 @@
-"""What is measured: the columns of the tables. Says nothing about how, or by whom."""
+"""The measured workloads: the columns of the tables, without how and by which library."""
 
 from __future__ import annotations
 

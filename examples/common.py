@@ -1,4 +1,4 @@
-"""What the examples share and needs no framework: arguments, data, progress and plot."""
+"""Common code of the examples that needs no framework: arguments, data, progress and plot."""
 
 from __future__ import annotations
 

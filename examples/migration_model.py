@@ -14,7 +14,7 @@ CHANNELS = (64, 128, 256, 512)
 
 
 def example_inputs():
-    """What both models are given to prove that they are equal: images as Gluon and PyTorch take them."""
+    """Inputs with which both models must agree: images as Gluon and PyTorch take them."""
     return np.random.default_rng(0).random((32, 1, 28, 28), dtype=np.float32)
 
 

@@ -34,7 +34,7 @@ _COUNTED = ("failed", "error", "errors", "passed", "skipped")
 
 @dataclass
 class Cost:
-    """What a test, a file, a folder or a step has cost."""
+    """The cost of a test, a file, a folder or a step."""
 
     cpu_s: float = 0.0
     wall_s: float = 0.0

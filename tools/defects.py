@@ -106,7 +106,7 @@ class Defect:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the command has made of a program."""
+    """The result of the command for a program."""
 
     defect: Defect
     status: int

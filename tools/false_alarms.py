@@ -41,7 +41,7 @@ def _order(case: str, steps: int, seed: int) -> Order:
 
 
 def _rank(framework: str, folder: Path, cases: Sequence[str], steps: int, seeds: Sequence[int]) -> None:
-    """What one rank of a framework's job does."""
+    """The program of one rank of a framework's job."""
     from polyhvd.parity import running
 
     rank = Launched.from_environment().rank or 0

@@ -56,7 +56,7 @@ def start(name: str, arguments: list[str], **options: object) -> subprocess.Pope
 
 
 def counts(output: str) -> Counter[str]:
-    """What pytest's last closing line counts: ``{"passed": 12, "skipped": 1}``."""
+    """The counts of pytest's last closing line: ``{"passed": 12, "skipped": 1}``."""
     lines = re.findall(r"^(?:=+ )?(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s\b", output, re.MULTILINE)
     found = re.findall(r"(\d+) (\w+)", lines[-1]) if lines else []
     return Counter({what: int(number) for number, what in found})

@@ -29,7 +29,7 @@ class Entry:
     restless: bool = False  # its ranks use CPU while they have nothing to do: they are stopped between orders
 
     def missing(self) -> str:
-        """What is not installed; empty when the peer can run."""
+        """The packages that are not installed; empty when the peer can run."""
         return next((name for name in self.needs if importlib.util.find_spec(name) is None), "")
 
 

@@ -1,4 +1,4 @@
-"""What a peer is, and how one that reduces tensors is held to its results before it is timed."""
+"""The interface of a peer, and how its sums are checked before it is timed."""
 
 from __future__ import annotations
 

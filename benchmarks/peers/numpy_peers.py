@@ -48,7 +48,7 @@ class PolyhvdNumpy(Arrays, Hvd):
 
 
 class Floor(Peer):
-    """What memory allows: vectors that are shared already are added where they lie.
+    """The limit of memory: vectors that are shared already are added where they lie.
 
     Each rank adds its slice of all vectors, in pieces that stay in its cache, and writes the sum to all of
     them. No copies into or out of shared memory, no names, no handles.

@@ -42,7 +42,7 @@ class BaseDataLoader(ABC):
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """What the program gets of a batch; a subclass may change it, in the program's thread."""
+        """The batch as the program gets it; a subclass may change it, in the program's thread."""
         return batch
 
 

@@ -69,7 +69,7 @@ class DistributedBatchSampler(Position):
 
     @property
     def weight(self) -> float:
-        """What to multiply the loss of the step under way with, so that the average over ranks is the mean
+        """The factor of the loss of the current step, so that the average over ranks is the mean
         over rows.
 
         It is 1.0 in steps whose rows are dealt equally, and where no step is under way.

@@ -1,4 +1,4 @@
-"""What the frameworks' ``Batches`` have in common: which columns a batch has, and in which order."""
+"""Common code of the frameworks' ``Batches``: which columns a batch has, and in which order."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Batches(ABC):
         )
 
     def _element(self, batch: Batch) -> tuple[Any, ...]:
-        """What ``fit`` takes: x, y and the weights of the rows, which the weight of the batch multiplies."""
+        """Arguments of ``fit``: x, y and the weights of the rows, times the weight of the batch."""
         selected = self._selected(batch.arrays)
         if self._columns["x"] is None and (isinstance(selected, Mapping) or len(selected) not in (2, 3)):
             raise ValueError(

@@ -219,7 +219,7 @@ class Column:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What columns of several files have to have in common."""
+        """The properties that columns of several files must share."""
         return self._type, self.dtype, self.shape
 
     def decode(self, chunks: Any) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""What the current world counts of this process's data; without a world nothing is counted."""
+"""Counters of this process's data in the current world; without a world nothing is counted."""
 
 from __future__ import annotations
 

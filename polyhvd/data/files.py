@@ -394,7 +394,7 @@ class ParquetFiles:
         return self.format.read(storage, path, self._footers[group.file], group.number, names)
 
     def _where(self, group: Group, names: list[str], error: Exception) -> str:
-        """What cannot be read, down to the column if it is a single one."""
+        """The part that cannot be read, down to the column if it is a single one."""
         import pyarrow as pa
 
         file = self.files[group.file]

@@ -152,7 +152,7 @@ class Step:
         return end - first
 
     def weight(self, rank: int) -> float:
-        """What to multiply a rank's mean with, so that the average over ranks is the mean over rows."""
+        """The factor of a rank's mean, so that the average over ranks is the mean over rows."""
         return self.share(rank) * self.size / self.rows
 
 

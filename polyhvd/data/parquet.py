@@ -223,7 +223,7 @@ class FileLoader(Loader):
         return self._files.groups_read
 
     def describe(self) -> str:
-        """What the loader reads and how well it shuffles, in lines for people. It reads nothing.
+        """Describe in text which rows the loader reads and how well it shuffles. Reads nothing.
 
         Warnings say how files should be written where row groups are too large, or too few for the ranks of
         the current world.

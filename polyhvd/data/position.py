@@ -40,7 +40,7 @@ def current_place() -> Place:
 
 
 class Position:
-    """What loaders and the batch sampler have in common; users see it through these.
+    """The base class of loaders and the batch sampler; users see it through these.
 
     Args:
         order: that of the rows of the data.
@@ -95,7 +95,7 @@ class Position:
         self._owner = ""  # who alone may move it, if anybody
 
     def _described(self) -> dict[str, dict[str, str]]:
-        """What must be equal on all ranks when they begin, in words: rows, arguments and position."""
+        """Properties that must be equal on all ranks at the start, as text: rows, arguments and position."""
         order = self._order
         arguments = {
             "seed": order.seed,

@@ -100,7 +100,7 @@ class Prefetch(Generic[T]):
         return self.ends_within(None if wait else _LAST_ITEM_S)
 
     def ends_within(self, limit_s: float | None) -> bool:
-        """What :meth:`close` returns, after another time to wait in seconds; None: as long as it takes."""
+        """The result of :meth:`close` after another wait, in seconds; None: as long as it takes."""
         if self._process != os.getpid():
             return True
         if self._thread is not threading.current_thread():

@@ -88,7 +88,7 @@ def _unpickled(pickled: bytes) -> BaseException:
 
 
 class _Raised(Exception):
-    """What makes a traceback."""
+    """The parts of a traceback."""
 
 
 def _traceback(file: str, line: int, function: str) -> TracebackType:

@@ -1,4 +1,4 @@
-"""What a loader leaves out since it cannot be read, with ``on_error="skip"``."""
+"""The files that a loader leaves out since they cannot be read, with ``on_error="skip"``."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class Storage:
         raise AssertionError  # the loop returns or raises
 
     def state(self, path: str) -> Any:
-        """What changes with a file: its size, and the time of its last change or its other attributes.
+        """A value that changes with a file: its size, and the time of its last change or other attributes.
 
         Raises:
             OSError: there is no such file, or it cannot be looked up.
@@ -156,7 +156,7 @@ class Storage:
         return self._state(self.arrow.get_file_info(path))
 
     def version(self, path: str) -> Any:
-        """What is different for each content that a file has had, as far as the file system shows it.
+        """A value that differs for each content that a file has had, as far as the file system shows it.
 
         Raises:
             OSError: there is no such file, or it cannot be looked up.

@@ -1,4 +1,4 @@
-"""What ``polyhvd doctor`` reports about a cluster of Ray; a program, since a connection may hang or print."""
+"""The report of ``polyhvd doctor`` on a cluster of Ray; a program, since a connection may hang or print."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class ElasticParams:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What Ray reserves for each rank, by name."""
+        """The resources that Ray reserves for each rank, by name."""
         gpus = (1 if self.gpus_per_worker is None else self.gpus_per_worker) if self.use_gpu else 0
         return {name: n for name, n in (("CPU", self.cpus_per_worker), ("GPU", gpus)) if n}
 
@@ -239,7 +239,7 @@ class Jobs:
 
 @dataclass
 class ElasticSettings:
-    """What :meth:`ElasticRayExecutor.create_settings` makes; its arguments are the fields."""
+    """The result of :meth:`ElasticRayExecutor.create_settings`; its arguments are the fields."""
 
     min_num_proc: int = 1
     max_num_proc: int | None = None

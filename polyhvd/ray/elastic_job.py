@@ -34,7 +34,7 @@ _FREED_S = 3.0
 
 @dataclass(frozen=True)
 class Workers:
-    """What the actors of a job are started with.
+    """The settings with which a job's actors are started.
 
     Args:
         call: a reference to the function, with its arguments.

@@ -37,7 +37,7 @@ _LEAVE_S = 5.0
 
 @dataclass
 class RaySettings:
-    """What :meth:`RayExecutor.create_settings` makes.
+    """The result of :meth:`RayExecutor.create_settings`.
 
     Args:
         timeout_s: seconds for all ranks to meet in ``init()``.
@@ -105,7 +105,7 @@ class StaticParams:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What Ray reserves for each rank, by name."""
+        """The resources that Ray reserves for each rank, by name."""
         gpus = (1 if self.gpus_per_worker is None else self.gpus_per_worker) if self.use_gpu else 0
         return {name: n for name, n in (("CPU", self.cpus_per_worker), ("GPU", gpus)) if n}
 

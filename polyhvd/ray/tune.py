@@ -170,7 +170,7 @@ def _train(func: Callable[[dict[str, Any]], Any], config: dict[str, Any], trial:
 
 
 class _Session:
-    """What ``ray.tune.report()``, ``get_checkpoint()`` and ``get_context()`` use in a rank."""
+    """The session that ``ray.tune.report()``, ``get_checkpoint()`` and ``get_context()`` use in a rank."""
 
     world_rank = None  # Tune's, not Ray Train's
 

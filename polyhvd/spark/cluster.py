@@ -54,7 +54,7 @@ class Cluster(abc.ABC):
 
     @abc.abstractmethod
     def described(self) -> str:
-        """What there is, for messages."""
+        """The slots and resources that exist, for messages."""
 
     @abc.abstractmethod
     def thread(self, function: Callable[[], None]) -> threading.Thread:

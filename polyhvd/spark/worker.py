@@ -55,7 +55,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the driver sends to all tasks.
+    """The driver's message to all tasks.
 
     Args:
         payload: the function and its arguments, pickled.
@@ -271,7 +271,7 @@ class _Watch:
         self._client.put(f"{_ENDED}/{self._rank}", 0, text.encode())
 
     def rows(self, executors: Sequence[str]) -> Iterator[tuple[str, int, bytes]]:
-        """What all ranks have left.
+        """The results, errors and output of all ranks.
 
         Args:
             executors: of the ranks, for messages.

@@ -125,7 +125,7 @@ def test_steps_that_wait_for_data_have_spans_in_a_row_of_their_own(pools: Pools,
     for name in ("trace.json", "trace.rank1.json"):
         rows = rows_of(events_of(tmp_path / name))
         # And that of an allgather, in which loaders compare their arguments.
-        others = {row for row in rows if "polyhvd.data/" not in row}
+        others = {row for row in rows if "allgather" not in row}
         assert others == {"allreduce.x", "data"}
         assert [span["name"] for span in rows["data"]] == 3 * ["WAIT_FOR_DATA"]
         steps = [span["ts"] for span in rows["allreduce.x"] if span["name"] == "NEGOTIATE_ALLREDUCE"]
@@ -133,7 +133,7 @@ def test_steps_that_wait_for_data_have_spans_in_a_row_of_their_own(pools: Pools,
             assert span["dur"] > 0
             assert span["ts"] + span["dur"] <= step < following
     assert not cli.main(["timeline", "merge", str(tmp_path / "all.json"), *map(str, tmp_path.glob("t*"))])
-    assert len(rows_of(events_of(tmp_path / "all.json"))) == 2
+    assert {"allreduce.x", "data"} <= set(rows_of(events_of(tmp_path / "all.json")))
 
 
 def reduce_often(path: str, count: int) -> None:

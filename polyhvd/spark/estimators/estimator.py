@@ -182,7 +182,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
 
     @abc.abstractmethod
     def _identity_of_framework(self) -> dict[str, Any]:
-        """What identifies model and optimizer in a checkpoint; plain values."""
+        """Values that identify model and optimizer in a checkpoint."""
 
     @abc.abstractmethod
     def _model(self, payload: bytes, checkpoint: Checkpoint, labels: dict[str, str], run_id: str) -> Any:

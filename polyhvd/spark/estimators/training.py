@@ -25,7 +25,7 @@ _VALIDATION_STREAMS = 64  # so that each row group is read once; the order does 
 
 @dataclass(frozen=True)
 class Job:
-    """What the driver sends to all ranks.
+    """The driver's message to all ranks.
 
     Args:
         trainer: class of the framework's part.
@@ -279,7 +279,7 @@ def stacked(name: str, rows: Sequence[Any]) -> Any:
 
 
 def transformed(function: Callable[[dict[str, Any]], Any], arrays: dict[str, Any]) -> dict[str, Any]:
-    """What a ``transformation_fn`` makes of a batch.
+    """Apply a ``transformation_fn`` to a batch.
 
     Raises:
         ValueError: it returns no mapping.
