@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -44,6 +45,10 @@ _CURES = {
 
 #: Under headings, a text for each name, in order: {"files": {"0.parquet": "100 rows"}}.
 Description = Mapping[str, Mapping[str, str]]
+
+#: The beginning of a difference in the number of the epoch only.
+_EPOCH = "position 'epoch'"
+_LOG = logging.getLogger("polyhvd")
 
 _lock = threading.Lock()
 #: How many loaders of the same callers this process has made.
@@ -136,7 +141,11 @@ class Agreement:
         self._report(world, _FIRST_WAIT_S, is_last=False)
 
     def _report(self, world: World, wait_s: float, *, is_last: bool) -> None:
-        """Raise the error once the descriptions of all ranks are there, or, if ``is_last``, without them."""
+        """Raise the error once the descriptions of all ranks are there, or, if ``is_last``, without them.
+
+        A process that has joined an elastic job counts epochs from 0 if the program does not set them.
+        That is only a warning, since the job would be lost.
+        """
         assert self._difference is not None
         handle, lengths, groups = self._difference
         deadline = time.monotonic() + wait_s
@@ -152,10 +161,16 @@ class Agreement:
         else:
             named = " and ".join(map(ranks_named, groups))
             difference = f"{named} have different data, arguments or positions"
-        raise DataError(
+        text = (
             f"{self._label}: the ranks read different data: {difference}; {_CURES.get(heading, _CURE)}, or "
             "pass placement= for a loader that not all ranks share"
         )
+        if difference.startswith(_EPOCH) and world.member is not None and world.placement.generation > 1:
+            # A rank has joined an elastic job. All have equally many steps, so it goes on.
+            if world.placement.rank == 0:
+                _LOG.warning("%s. Until then some rows are read twice, and others not at all", text)
+            return
+        raise DataError(text)
 
 
 def _unpacked(everything: Any, lengths: Mapping[int, int]) -> dict[int, Description]:

@@ -19,7 +19,7 @@ JOB = str(Path(__file__).with_name("large_job.py"))
 MEGABYTES = 300
 #: The kernel takes longer to free the memory than others to hear of the death, but on a busy machine all may
 #: be late.
-ATTEMPTS = 5
+ATTEMPTS = 20
 
 
 def one_loss(folder: Path) -> tuple[list[float], float]:
@@ -130,3 +130,34 @@ def test_worlds_after_each_other_leave_no_thread_and_no_death(launcher: Launcher
     )
     status, out, err = launcher.run("-np", "2", "--min-np", "2", source=source, fresh=True)
     assert (status, out.count("well")) == (0, 2), err
+
+
+def test_a_new_rank_whose_validation_counts_epochs_from_0_is_a_warning(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    source = (
+        "import os, sys\n"
+        "import numpy as np\n"
+        "import polyhvd.numpy as hvd\n"
+        "from polyhvd.data import ArrayLoader\n"
+        "hvd.init()\n"
+        "lost = sys.argv[1]\n"
+        "validation = ArrayLoader([np.arange(24)], batch_size=2)\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    while state.epoch < 6:\n"
+        "        if hvd.rank() == 1 and state.epoch == 2 and not os.path.exists(lost):\n"
+        "            open(lost, 'w').close()\n"
+        "            os.kill(os.getpid(), 9)\n"
+        "        for batch in validation: hvd.allreduce(np.ones(1), name='loss')\n"
+        "        state.epoch += 1\n"
+        "        state.commit()\n"
+        "train(hvd.elastic.ArrayState(epoch=0))\n"
+        "print('done')\n"
+    )
+    (tmp_path / "train.py").write_text(source)
+    argv = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "lost")]
+    status, out, err = launcher.run("-np", "2", "--min-np", "2", "--spares", "1", argv=argv)
+    assert status == 0, err
+    assert len(re.findall(r"\] done", out)) == 2
+    assert re.search(r"position 'epoch': \d on rank 0; 0 on rank 1; .* some rows are read twice", err), err
