@@ -186,5 +186,6 @@ def test_bad_input_is_one_error(values: dict[str, Any], text: str, frame: Any, s
         regression(store=store, **values).fit(frame)
 
 
+@pytest.mark.nightly
 def test_the_example_trains_and_predicts() -> None:
     assert example_accuracy("spark_keras.py") > 0.9

@@ -236,6 +236,7 @@ def test_columns_of_several_types_labels_and_weights_are_used(frame: Any, store:
     assert (types["one"], types["two"]) == ("double", "bigint")
 
 
+@pytest.mark.nightly
 def test_images_are_decoded_by_the_transformation(session: Any, store: Any) -> None:
     def decode(arrays: dict[str, Any]) -> dict[str, Any]:
         pixels = [np.frombuffer(data, np.uint8) for data in arrays["image"]]
@@ -280,6 +281,7 @@ def test_cross_validation_finds_the_better_number_of_epochs(frame: Any, store: A
     assert fitted.avgMetrics[1] < fitted.avgMetrics[0]
 
 
+@pytest.mark.nightly
 def test_a_step_of_ones_own_and_a_constructed_loss_are_called(frame: Any, store: Any) -> None:
     def step(*arguments: Any) -> Any:
         model, optimizer, transform_outputs, loss_fn, inputs, labels, weights = arguments
@@ -395,11 +397,13 @@ def locked(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_a_store_that_cannot_be_written_is_an_error(frame: Any, locked: Path) -> None:
     with pytest.raises(DataError, match="rows cannot be written to"):
         regression(store=polyhvd.spark.Store.create(str(locked / "store"))).fit(frame)
 
 
+@pytest.mark.nightly
 def test_checkpoints_that_cannot_be_written_are_an_error(frame: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("no folder")
     store = polyhvd.spark.Store.create(str(tmp_path / "store"), runs_path=str(tmp_path / "runs"))
