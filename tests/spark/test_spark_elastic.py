@@ -35,7 +35,9 @@ def test_a_killed_rank_is_replaced_and_the_other_keeps_its_process(tmp_path: Pat
     assert [item.process in processes[:2] for item in found] == [True, False]
 
 
-@pytest.mark.parametrize("generations", [1, 3], ids=["worker", "executor"])
+@pytest.mark.parametrize(
+    "generations", [pytest.param(1, marks=pytest.mark.nightly), 3], ids=["worker", "executor"]
+)
 def test_a_lost_task_is_replaced_by_another(tmp_path: Path, generations: int) -> None:
     run = ThreadPoolExecutor(1).submit(
         polyhvd.spark.run_elastic, train, (tmp_path,), {}, num_proc=2, min_num_proc=1
@@ -55,6 +57,7 @@ def test_a_lost_task_is_replaced_by_another(tmp_path: Path, generations: int) ->
     assert [item.process in ranks for item in found] == [True, False]
 
 
+@pytest.mark.nightly
 def test_each_local_rank_is_the_gpu_that_spark_has_assigned_to_its_task() -> None:
     def look() -> tuple[list[str], list[str], int]:
         import polyhvd.numpy as hvd
@@ -161,6 +164,7 @@ def test_a_cancelled_job_group_ends_the_ranks_and_the_call(session: Any, tmp_pat
     wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
 
 
+@pytest.mark.nightly
 def test_what_processes_print_is_written_to_the_given_streams() -> None:
     out = io.StringIO()
     found = polyhvd.spark.run_elastic(lambda: print("one\ntwo"), num_proc=1, stdout=out)

@@ -148,6 +148,7 @@ class Stopping(keras.callbacks.Callback):
         self.model.stop_training = epoch == 1
 
 
+@pytest.mark.nightly
 def test_own_layers_callbacks_and_several_columns_are_used(frame: Any, store: Any) -> None:
     inputs = [keras.Input((2, 2), name="first"), keras.Input((1,), name="second")]
     flat = Doubled()(keras.layers.Flatten()(inputs[0]))

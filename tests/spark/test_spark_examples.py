@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # copied beside the
 BUSY_S = 400.0
 
 
-@pytest.mark.parametrize("name", ["run", "elastic"])
+@pytest.mark.parametrize("name", ["run", pytest.param("elastic", marks=pytest.mark.nightly)])
 def test_example_trains_with_a_falling_loss(name: str) -> None:
     script = [sys.executable, str(EXAMPLES / f"spark_{name}.py"), "--epochs", "10"]
     env = {**os.environ, "PYSPARK_PYTHON": sys.executable}
