@@ -335,8 +335,10 @@ def _without_own_frames(error: BaseException, trace: TracebackType | None) -> st
         return None
     shown = traceback.TracebackException(type(error), error, trace)
     del shown.stack[kept:]
-    if type(error.__cause__) is type(error):  # the same one, before it was given the name of a parameter
-        shown.__cause__ = None
+    cause = error.__cause__
+    raised_in = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)] if cause is not None else []
+    if type(cause) is type(error) and all(map(_is_own, raised_in)):
+        shown.__cause__ = None  # the same error, before it was given the name of a parameter
     return "".join(shown.format())
 
 

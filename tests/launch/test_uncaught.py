@@ -185,3 +185,13 @@ def test_the_cause_of_another_class_stays_in_the_traceback(run: Run) -> None:
     assert "ZeroDivisionError: division by zero" in done.stderr
     assert "During handling of the above exception" in done.stderr
     assert "polyhvd/__init__.py" not in done.stderr
+
+
+def test_a_cause_of_the_same_class_that_the_program_has_raised_stays(run: Run) -> None:
+    done = run(
+        f"{TRAIN}hvd.shutdown()\n"
+        "try: hvd.rank()\n"
+        "except hvd.NotInitializedError as error: raise hvd.NotInitializedError('mine') from error\n"
+    )
+    assert "use hvd.init()" in done.stderr
+    assert "NotInitializedError: mine" in done.stderr
