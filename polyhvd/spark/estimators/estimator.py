@@ -48,20 +48,6 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
     _framework = ""
     _not_saved = _NOT_SAVED
 
-    def __init__(self, **values: Any) -> None:
-        super().__init__()
-        self._setDefault(**{name: parameter.default for name, parameter in self._table.items()})
-        self.setParams(**values)
-
-    def setParams(self, **values: Any) -> Any:
-        """Set several parameters.
-
-        Raises:
-            TypeError: there is no such parameter, or a value has a wrong type.
-        """
-        self._require_known(values)
-        return self._set(**{name: value for name, value in values.items() if value is not None})
-
     def fit_on_parquet(self, params: Mapping[Any, Any] | None = None) -> Any:
         """Train on files of Parquet that are in the store, without Spark.
 

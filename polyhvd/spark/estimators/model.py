@@ -25,20 +25,6 @@ class FrameworkModel(Model, Persistent):  # type: ignore[misc]
 
     _framework = ""
 
-    def __init__(self, **values: Any) -> None:
-        super().__init__()
-        self._setDefault(**{name: parameter.default for name, parameter in self._table.items()})
-        self.setParams(**values)
-
-    def setParams(self, **values: Any) -> Any:
-        """Set several parameters.
-
-        Raises:
-            TypeError: there is no such parameter, or a value has a wrong type.
-        """
-        self._require_known(values)
-        return self._set(**{name: value for name, value in values.items() if value is not None})
-
     def getOutputCols(self) -> list[str]:
         """The names of the columns of predictions."""
         given = self.getOrDefault("outputCols")

@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What was written.
+    """The files that were written, and their rows.
 
     Args:
         train: files with rows for training.

@@ -36,6 +36,24 @@ class Persistent(Params, MLWritable, MLReadable):  # type: ignore[misc]
     #: Parameters that are set again after loading.
     _not_saved: ClassVar[tuple[str, ...]] = ()
 
+    def __init__(self, **values: Any) -> None:
+        super().__init__()
+        self._setDefault(**{name: parameter.default for name, parameter in self._table.items()})
+        self.setParams(**values)
+
+    def setParams(self, **values: Any) -> Any:
+        """Set several parameters.
+
+        Raises:
+            TypeError: there is no such parameter, or a value has a wrong type.
+        """
+        if unknown := [name for name in values if name not in self._table]:
+            raise TypeError(
+                f"{type(self).__name__} has no parameter {unknown[0]!r}; expected some of "
+                f"{', '.join(self._table)}"
+            )
+        return self._set(**{name: value for name, value in values.items() if value is not None})
+
     def write(self) -> MLWriter:
         """The writer, as of other classes of Spark ML: ``write().overwrite().save(path)``."""
         return _Writer(self)
@@ -52,13 +70,6 @@ class Persistent(Params, MLWritable, MLReadable):  # type: ignore[misc]
     def _unpacked(self, values: dict[str, Any]) -> dict[str, Any]:
         """The values again, of what :meth:`_packed` returned."""
         return values
-
-    def _require_known(self, values: Mapping[str, Any]) -> None:
-        if unknown := [name for name in values if name not in self._table]:
-            raise TypeError(
-                f"{type(self).__name__} has no parameter {unknown[0]!r}; expected some of "
-                f"{', '.join(self._table)}"
-            )
 
 
 class _Writer(MLWriter):  # type: ignore[misc]
