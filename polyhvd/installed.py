@@ -39,7 +39,7 @@ def _computes_all(precision: str, kinds: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class Parity:
-    """What is known of a framework without importing it, for ``polyhvd parity``.
+    """Facts about a framework for ``polyhvd parity``, which are read without importing it.
 
     Args:
         models: what people call its models.

@@ -400,7 +400,7 @@ def test_a_full_store_is_an_error(frame: Any, full: Path) -> None:
 
 @pytest.fixture
 def locked(tmp_path: Path) -> Path:
-    """A folder that nobody can write to: root could write to one without permissions."""
+    """A file in place of a folder: a folder without permissions would not stop root."""
     path = tmp_path / "locked"
     path.write_text("no folder")
     return path

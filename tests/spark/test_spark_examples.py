@@ -1,4 +1,4 @@
-"""The examples for Spark, each in a session of its own on this machine."""
+"""The examples for Spark, each in a new session on this machine."""
 
 from __future__ import annotations
 
