@@ -29,6 +29,8 @@ hvd.init()
 def train(state: Any) -> None:
     while state.step < STEPS:
         if state.step == 7 and os.environ["POLYHVD_MEMBER"] == "1":
+            for thread in os.listdir("/proc/self/task"):  # others come first on a busy machine
+                os.setpriority(os.PRIO_PROCESS, int(thread), 19)
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             hvd.allreduce(np.ones(5), name="gradient")

@@ -30,6 +30,7 @@ CASES = {
     "rows of two branches": (2, 3, 6, 5),
     "branches of equal layers": (2, 4),
     "images of units": (2, 4),
+    "weights of two layers": (2, 4),
 }
 _IMAGES_LAST = {"rows in a class of its own", "separable convolution", "slopes of channels"}
 _IMAGES_LAST |= {"group normalization", "steps of a convolution as rows", "two layers of the same rows"}
@@ -75,6 +76,11 @@ def _torch(case: str) -> _Model:
     def equal(x: Any, first: Any, second: Any, other: Any, dense: Any) -> Any:
         return dense(joined(other(x), second(first(x))))
 
+    def tied() -> Any:
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        second.weight, second.bias = first.weight, first.bias
+        return nn.Sequential(first, second, nn.Linear(4, 3))
+
     model = {
         "steps of a convolution as rows": lambda: nn.Sequential(
             nn.Conv1d(3, 4, 3), nn.Flatten(), nn.BatchNorm1d(44), nn.Linear(44, 3), nn.Linear(3, 2)
@@ -112,6 +118,7 @@ def _torch(case: str) -> _Model:
             nn.Unflatten(1, (5, 4, 3)),
             nn.ConvTranspose2d(5, 2, 3),
         ),
+        "weights of two layers": tied,
     }[case]()
     model.eval()
 
@@ -171,6 +178,7 @@ def _gluon(case: str) -> _Model:
     def equal(x: Any, first: Any, second: Any, other: Any, dense: Any) -> Any:
         return dense(joined(other(x), second(first(x))))
 
+    first = nn.Dense(4, in_units=4)
     layers = {
         "steps of a convolution as rows": [
             nn.Conv1D(4, 3),
@@ -198,6 +206,7 @@ def _gluon(case: str) -> _Model:
             nn.HybridLambda(lambda F, x: x.reshape((-1, 5, 4, 3))),
             nn.Conv2DTranspose(2, 3),
         ],
+        "weights of two layers": [first, nn.Dense(4, in_units=4, params=first.params), nn.Dense(3)],
     }[case]
     net = nn.Sequential()
     net.add(*layers)
@@ -239,12 +248,17 @@ def _keras(case: str) -> _Model:
         long = layers.Dense(4)(layers.Dense(4)(x))
         return layers.Dense(3)(layers.Concatenate()([layers.Dense(4)(x), long]))
 
+    def twice(x: Any) -> Any:
+        dense = layers.Dense(4)
+        return layers.Dense(3)(dense(dense(x)))
+
     functions = {
         "attention": lambda x: layers.MultiHeadAttention(2, 4)(x, x),
         "two layers of the same rows": two_layers,
         "rows beside channels": beside,
         "rows of two branches": branches,
         "branches of equal layers": equal,
+        "weights of two layers": twice,
     }
     if case in functions:
         given = keras.Input(shape)
