@@ -19,6 +19,7 @@ from polyhvd.launch.job.job import Job, JobSpec
 from polyhvd.launch.job.output import Output
 from polyhvd.launch.job.policy import (
     Decision,
+    FailurePolicy,
     GoOn,
     LetOthersFinish,
     StartReplacement,
@@ -35,7 +36,7 @@ VICTIM = Ending(1, "a", 1, [b"polyhvd.errors.PeerLostError: rank 2 is gone"])
 
 
 @pytest.mark.parametrize(
-    ("ending", "after_s"), [(KILLED, 0.0), (NOT_STARTED, 0.0), (FAILED, 0.1), (VICTIM, 1.0)]
+    ("ending", "after_s"), [(KILLED, 0.5), (NOT_STARTED, 0.5), (FAILED, 0.5), (VICTIM, 1.0)]
 )
 def test_first_failure_stops_the_others_once_its_cause_can_be_known(ending: Ending, after_s: float) -> None:
     assert StopAtFirstFailure().on_ending(ending, RUNNING, 100.0) == StopOthers(100.0 + after_s)
@@ -68,7 +69,7 @@ def test_launchers_of_mpi_decide_for_themselves(launcher: Launcher) -> None:
 class Noting:
     """Decides as another policy does, and leaves a file for each rank that it was asked about."""
 
-    def __init__(self, inner: StopAtFirstFailure | LetOthersFinish, folder: Path) -> None:
+    def __init__(self, inner: FailurePolicy, folder: Path) -> None:
         self._inner, self._folder = inner, folder
         self.asked: list[tuple[int, Set[int]]] = []
 
@@ -76,6 +77,13 @@ class Noting:
         self.asked.append((ending.rank, running))
         (self._folder / str(ending.rank)).touch()
         return self._inner.on_ending(ending, running, now)
+
+
+class StopAtOnce:
+    """Stops the others without the time that they usually have to report."""
+
+    def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
+        return StopOthers(now)
 
 
 #: Rank 2 is killed, then rank 1 fails, then rank 0 ends well: each once the launcher knows of the one before.
@@ -114,7 +122,7 @@ def test_others_finish_and_the_status_is_that_of_the_cause(
 def test_policy_is_not_asked_about_ranks_that_it_has_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    policy = Noting(StopAtFirstFailure(), tmp_path)
+    policy = Noting(StopAtOnce(), tmp_path)
     status, _ = run(policy, tmp_path)
     assert (status, [rank for rank, _ in policy.asked]) == (137, [2])
     assert "finished" not in capfd.readouterr().out

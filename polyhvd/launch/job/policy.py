@@ -21,9 +21,10 @@ __all__ = [
     "StopOthers",
 ]
 
-#: After a failure: time for its cause to show up, by how certain it is that this is the cause itself. The
-#: longest is for a rank that has lost another one.
-_SETTLE_S = (0.0, 0.1, 1.0)
+#: After a failure, by how certain it is that this is the cause itself: time for the cause to show up, and for
+#: the other ranks to report what they have lost and to write their flight dumps. The longest is for a rank
+#: that has lost another one.
+_SETTLE_S = (0.5, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class StopAtFirstFailure:
     """A rank that fails ends the job. The default."""
 
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
-        """Stop the others, at once where the failure explains itself."""
+        """Stop the others soon, after more time where the failure does not explain itself."""
         if not ending.failed:
             return GoOn()
         return StopOthers(now + _SETTLE_S[ending.certainty])
