@@ -14,7 +14,7 @@ from polyhvd.runtime import current
 from polyhvd.training import passes
 from polyhvd.training.drift import DriftCheck
 from polyhvd.training.keras.optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
-from polyhvd.training.keras.weights import DRIFT_REMEDY, values_of
+from polyhvd.training.keras.weights import DRIFT_REMEDY, path_of, values_of
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import Exchange, GradientReducer, keras_layers
 
@@ -89,8 +89,13 @@ def _reduced(
     """
     if not reducer.takes_part():
         return list(gradients)
-    if drift.is_due() and sources is not None and reducer.options.mapping is None:
-        drift.begin(reducer.prefix, values_of(sources, reducer.are_local(sources)))
+    if drift.is_due() and sources is not None:
+        local = reducer.are_local(sources)
+        if reducer.options.mapping is None:
+            drift.begin(reducer.prefix, values_of(sources, local))
+        else:
+            shared = [source for source, stays in zip(sources, local, strict=True) if not stays]
+            drift.begin(reducer.prefix, reducer.mapped_values(map(path_of, shared), shared))
     given = {i: torch.as_tensor(g).detach() for i, g in enumerate(gradients) if g is not None}
     reduced = reducer.reduce(given, sources)
     drift.finish()
@@ -199,7 +204,9 @@ def distribute(
     )
     attributes = {
         "_polyhvd": reducer,
-        "_polyhvd_drift": DriftCheck("DistributedOptimizer", options.process_set, DRIFT_REMEDY, step=2),
+        "_polyhvd_drift": DriftCheck(
+            "DistributedOptimizer", options.process_set, DRIFT_REMEDY, step=2, mapping=options.mapping
+        ),
         "_polyhvd_passes": _Passes(options),
     }
     return sharing_state(optimizer, _Distributed, attributes)

@@ -164,7 +164,9 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
                 sources={position: self._in_order[position] for position in trained},
             )
         self._is_mapped = options.mapping is not None
-        self._drift = DriftCheck("DistributedTrainer", options.process_set, DRIFT_REMEDY)
+        self._drift = DriftCheck(
+            "DistributedTrainer", options.process_set, DRIFT_REMEDY, mapping=options.mapping
+        )
 
     def register_local_var(self, var: Parameter) -> None:
         """Let the gradient of a parameter stay on its rank; call it on every rank.
@@ -221,10 +223,20 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
             return iter(())
         return values_of(self._in_order, self._reducer.local)
 
+    def _mapped_values(self) -> Iterator[tuple[str, Any] | None]:
+        shared = [
+            parameter
+            for position, parameter in enumerate(self._in_order)
+            if parameter.grad_req != "null" and position not in self._reducer.local
+        ]
+        return iter(self._reducer.mapped_values((each.name for each in shared), shared))
+
     def _allreduce_grads(self) -> None:
-        if not self._is_mapped and self._reducer.takes_part():
+        if self._reducer.takes_part():
             with as_mxnets():  # reads, which updates do not wait for
-                self._drift.compare(self._prefix, self.shared_values)
+                self._drift.compare(
+                    self._prefix, self._mapped_values if self._is_mapped else self.shared_values
+                )
         with reads.updates:
             self._reduce()
 

@@ -48,13 +48,13 @@ class DriftOp:
         self, reducer: TensorflowReducer, call: str = "DistributedOptimizer", remedy: str = DRIFT_REMEDY
     ) -> None:
         self._reducer = reducer
-        self._check = DriftCheck(call, reducer.process_set, remedy, step=2)
+        self._check = DriftCheck(call, reducer.process_set, remedy, step=2, mapping=reducer.options.mapping)
         self._is_pending: Any = None  # a variable, once there is a graph
         _everyone.add(self)
 
     def before(self, sources: Sequence[Any] | None) -> AbstractContextManager[Any]:
         """Compare the variables that a step is about to change; reduce its gradients within."""
-        if sources is None or self._reducer.options.mapping is not None or not self._reducer.takes_part():
+        if sources is None or not self._reducer.takes_part():
             return nullcontext()
         if current.world().settings.check_drift == "off":  # the graph needs no variable then
             return nullcontext()
@@ -68,11 +68,16 @@ class DriftOp:
         positions = [i for i, _ in shared]
         names = [path_of(source) for _, source in shared]
 
-        def compare(*values: Any) -> bool:
-            given: list[Any] = [None] * len(sources)
+        def given(values: Sequence[Any]) -> list[Any]:
+            if self._reducer.options.mapping is not None:
+                return self._reducer.mapped_values(names, (source for _, source in shared), values)
+            found: list[Any] = [None] * len(sources)
             for i, name, value in zip(positions, names, values, strict=True):
-                given[i] = name, value
-            self._check.compare(self._reducer.prefix, lambda: given)
+                found[i] = name, value
+            return found
+
+        def compare(*values: Any) -> bool:
+            self._check.compare(self._reducer.prefix, lambda: given(values))
             return not self._check.is_settled
 
         if tf.executing_eagerly():

@@ -14,6 +14,7 @@ import torch
 from polyhvd.torch.reducer import TorchExchange
 
 from polyhvd.errors import UnsupportedError
+from polyhvd.training.drift import DriftCheck
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import GradientReducer
@@ -41,6 +42,7 @@ class MappedGradients:
             groups=KeyGroups(),
             sources=self._trained,
         )
+        self._drift = DriftCheck("DistributedOptimizer", options.process_set, "", mapping=options.mapping)
         self._are_reduced = False
         #: Are called with a parameter and its gradient before this is reduced.
         self.observers: list[Callable[[Tensor, Tensor], None]] = []
@@ -58,6 +60,9 @@ class MappedGradients:
             gradients[position] = parameter.grad
             for observe in self.observers:
                 observe(parameter, parameter.grad)
+        self._drift.compare(
+            "", lambda: self._reducer.mapped_values(map(str, self._trained), self._trained.values())
+        )
         self._reducer.reduce(gradients)
         self._are_reduced = True
 

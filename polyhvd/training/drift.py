@@ -21,6 +21,7 @@ from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import HorovodInternalError, RankMismatchError
 from polyhvd.runtime import current
 from polyhvd.runtime.world import World
+from polyhvd.training.mapping import WeightMapping
 
 __all__ = ["Drift", "DriftCheck", "Weights", "compare_now", "report"]
 
@@ -29,6 +30,7 @@ Weights = Iterable[tuple[str, NDArray[Any]] | None]
 
 _LOG = logging.getLogger("polyhvd")
 _RANKS_SHOWN = 8
+_MAPPING_REMEDY = "call mapping.broadcast(root_rank=0) before the first step"
 _PATIENCE_S = 10.0  # of a rank that leaves, for the other ranks' first step
 _lock = threading.Lock()  # of the next two
 _reporters: list[threading.Thread] = []
@@ -61,14 +63,25 @@ class DriftCheck:
         process_set: the ranks that share the weights.
         remedy: how to broadcast weights in this framework.
         step: number of the step at which weights are compared.
+        mapping: of the weights, where ranks have different frameworks. These round steps differently, so the
+            weights are compared in the first one.
     """
 
-    def __init__(self, call: str, process_set: ProcessSet, remedy: str, *, step: int = 1) -> None:
+    def __init__(
+        self,
+        call: str,
+        process_set: ProcessSet,
+        remedy: str,
+        *,
+        step: int = 1,
+        mapping: WeightMapping | None = None,
+    ) -> None:
         self._call = call
         self._process_set = process_set
-        self._remedy = remedy
-        self._step = step
-        self._steps_left = step
+        self._remedy = remedy if mapping is None else _MAPPING_REMEDY
+        self._step = step if mapping is None else 1
+        self._mapping = mapping
+        self._steps_left = self._step
         self._world: weakref.ref[World] | None = None
         self._begun: _Comparison | None = None
 
@@ -85,15 +98,18 @@ class DriftCheck:
         if self._world is None or self._world() is not world:
             self._world, self._steps_left = weakref.ref(world), self._step
         self._steps_left -= 1
+        if self._mapping is not None and not self._mapping.has_optimizers:
+            return False
         return self._steps_left == 0 and _is_compared(world, self._process_set)
 
     def begin(self, name: str, weights: Weights) -> None:
         """Send fingerprints of the weights.
 
         Args:
-            name: begins the name of the operation.
+            name: begins the name of the operation, unless there is a mapping.
             weights: of this rank.
         """
+        name = name if self._mapping is None else self._mapping.prefix
         world = self._process_set.world or current.world()
         with _lock:
             counter = _numbers.setdefault(world, Counter())

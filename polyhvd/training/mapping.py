@@ -68,10 +68,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Mapped:
-    """Which number a gradient has, the same on every rank, and how it lies on this one."""
+    """The number of a gradient, the same on every rank, its layout on this one, and what reads its weight."""
 
     number: int
     layout: Layout
+    read: Callable[[], Array]
 
 
 class WeightMapping:
@@ -107,6 +108,8 @@ class WeightMapping:
     def _agree(self) -> None:
         mine = (self.framework, [(weight.name, *weight.form) for weight in self.weights])
         every = allgather_object(mine, name=f"{self.prefix}.mapping", process_set=self.process_set)
+        #: Whether the steps of all ranks are those of optimizers: NumPy has none.
+        self.has_optimizers = all(framework != "numpy" for framework, _ in every)
         ranks = self.process_set.ranks or range(len(every))
         sides = [(rank, *model) for rank, model in zip(ranks, every, strict=True)]
         difference = _first_difference(sides)
@@ -124,7 +127,8 @@ class WeightMapping:
         """
         trained = [weight for weight in self.weights if weight.trainable]
         return {
-            identity(weight.source): Mapped(number, weight.layout) for number, weight in enumerate(trained)
+            identity(weight.source): Mapped(number, weight.layout, weight.read)
+            for number, weight in enumerate(trained)
         }
 
     def broadcast(self, root_rank: int = 0) -> None:

@@ -5,9 +5,11 @@ A framework defines in an :class:`Exchange` how its tensors are sent. All else i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
 
 from polyhvd.collectives.adapter import Handle, ReduceOp
 from polyhvd.collectives.process_sets import global_process_set
@@ -320,6 +322,23 @@ class GradientReducer(Generic[T]):
                 "of the model whose weights the optimizer has, when all of them are made and it is "
                 "settled which are frozen"
             )
+        return found
+
+    def mapped_values(
+        self, names: Iterable[str], sources: Iterable[Any], values: Iterable[Any] | None = None
+    ) -> list[tuple[str, Any] | None]:
+        """Weights in common form, by the numbers of the mapping; None for those that stay on this rank.
+
+        Args:
+            names: of some weights that other ranks have, too.
+            sources: of these.
+            values: of these, as this framework has them; None: read them.
+        """
+        found: list[tuple[str, Any] | None] = [None] * len(self._mapped)
+        entries = [(name, self._of_source(name, source)) for name, source in zip(names, sources, strict=True)]
+        arrays = [mapped.read() for _, mapped in entries] if values is None else values
+        for (name, mapped), array in zip(entries, arrays, strict=True):
+            found[mapped.number] = name, mapped.layout.array_to_common(np.asarray(array))
         return found
 
     def _reduce_mapped(

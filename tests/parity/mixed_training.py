@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import drivers
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 from polyhvd import parity
+from polyhvd.runtime import current
 
-__all__ = ["TRAINED", "Net", "alone", "batch_of", "frozen", "mismatch", "net_of", "train"]
+__all__ = ["TRAINED", "Net", "alone", "batch_of", "drifting", "frozen", "mismatch", "net_of", "train"]
 
 Array = np.ndarray[Any, Any]
 
@@ -254,3 +256,26 @@ def mismatch(name: str) -> str:
     with pytest.raises(driver.hvd.RankMismatchError) as caught:
         parity.mapping(net.model, prefix="unlike")
     return str(caught.value)
+
+
+def drifting(name: str, is_broadcast: bool) -> str:
+    """The error of a step with POLYHVD_CHECK_DRIFT=error where the last rank's weights differ; else empty."""
+    driver = drivers.get(name)
+    world = current.world()
+    net = _NETS[driver.framework]()
+    mapping = parity.mapping(net.model, prefix=f"drifting.{is_broadcast}")
+    mapping.broadcast()
+    kernel = mapping.weights[0]
+    if driver.hvd.rank() == driver.hvd.size() - 1:
+        kernel.write(kernel.read() + np.float32(1))
+    if is_broadcast:
+        mapping.broadcast()
+    net.prepare(mapping)
+    settings, world.settings = world.settings, replace(world.settings, check_drift="error")
+    try:
+        net.step(*batch_of([driver.hvd.rank()], 0))
+    except Exception as error:  # of a framework
+        return str(error)
+    finally:
+        world.settings = settings
+    return ""

@@ -45,6 +45,15 @@ def test_models_that_are_not_alike_are_refused_on_every_rank(ranks: Ranks) -> No
         assert part in texts[0]
 
 
+@pytest.mark.drivers(*SOME)
+def test_weights_that_differ_between_frameworks_are_reported(ranks: Ranks) -> None:
+    for error in ranks.run(mixed_training.drifting, False):
+        assert "1 of 8 weights differ between ranks" in error
+        assert f"rank {ranks.size - 1} has other values than rank 0" in error
+        assert "call mapping.broadcast(root_rank=0)" in error
+    assert set(ranks.run(mixed_training.drifting, True)) == {""}
+
+
 @pytest.mark.drivers(ALL)
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_an_embedding_is_trained_with_sparse_gradients(ranks: Ranks, sparse_as_dense: bool) -> None:
