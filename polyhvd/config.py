@@ -170,6 +170,16 @@ class _Table:
         return cls(**values)
 
 
+def _pipe(text: str) -> int:
+    """The descriptor of a pipe, or -1. A wrapper may have closed it, and opened another file."""
+    descriptor, _, inode = text.partition(":")
+    with contextlib.suppress(OSError, ValueError):
+        found = os.fstat(int(descriptor))
+        if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):
+            return int(descriptor)
+    return -1
+
+
 @dataclass(frozen=True)
 class Launched(_Table):
     """Variables that polyhvdrun sets for each rank. Under other launchers these have their defaults."""
@@ -218,6 +228,9 @@ class Launched(_Table):
         str,
         "",
         "Descriptor and inode of a pipe on which a rank reports failures that other ranks have caused.",
+    )
+    signals: str = _row(
+        "SIGNALS", str, "", "Descriptor and inode of a pipe for the numbers of signals that a rank handles."
     )
 
     @property
@@ -475,13 +488,13 @@ class Settings(_Table):
 
     @property
     def report_descriptor(self) -> int:
-        """The pipe to the launcher, or -1. A wrapper may have closed it, and opened another file."""
-        descriptor, _, inode = Launched.from_environment().report.partition(":")
-        with contextlib.suppress(OSError, ValueError):
-            found = os.fstat(int(descriptor))
-            if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):
-                return int(descriptor)
-        return -1
+        """The pipe to the launcher for reports, or -1."""
+        return _pipe(Launched.from_environment().report)
+
+    @property
+    def signals_descriptor(self) -> int:
+        """The pipe to the agent for signals, or -1."""
+        return _pipe(Launched.from_environment().signals)
 
     @property
     def attaching(self) -> int:

@@ -7,6 +7,7 @@ import concurrent.futures.thread  # noqa: F401, whose callback at the end of the
 import contextlib
 import functools
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -87,6 +88,7 @@ def _init(comm: object, process_sets: Sequence[ProcessSet] | str | None, reprodu
         if current.find() is not None:
             return
         _leave_on_failure()
+        _report_signals()
         watch_child(_end_process)
         settings = Settings.from_environment()
         if reproducible is not None:
@@ -143,6 +145,28 @@ def _leave_on_failure() -> None:
     watch_ends()
     with contextlib.suppress(RuntimeError):  # the main thread has ended
         getattr(threading, "_register_atexit")(leave)  # noqa: B009, the stubs lack it
+
+
+@functools.cache
+def _report_signals() -> None:
+    """Let the agent see which signals this rank has handled, so that it sends none twice, and none too few.
+
+    Only where the program has no such descriptor itself, as event loops do.
+    """
+    descriptor = Settings().signals_descriptor
+    if descriptor < 0 or threading.current_thread() is not threading.main_thread():
+        return
+    former = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    if former != -1:
+        signal.set_wakeup_fd(former, warn_on_full_buffer=False)
+        return
+    os.write(descriptor, b"\0")  # from here on
+
+    def forget() -> None:
+        if (former := signal.set_wakeup_fd(-1)) not in (-1, descriptor):
+            signal.set_wakeup_fd(former, warn_on_full_buffer=False)
+
+    os.register_at_fork(after_in_child=forget)
 
 
 def _end_process() -> None:

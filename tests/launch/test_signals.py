@@ -62,6 +62,22 @@ def test_ranks_without_a_handler_end_at_once_where_all_but_they_get_sigterm(laun
     assert_gone(ranks)
 
 
+@pytest.mark.parametrize("all_get_it", [True, False], ids=["all", "all but ranks"])
+def test_ranks_with_a_handler_save_once_whether_they_or_only_the_agents_get_sigterm(
+    launcher: Launcher, all_get_it: bool
+) -> None:
+    source = saving(0.5).replace("told = []", "import polyhvd.numpy as hvd; hvd.init(); told = []")
+    launcher.start("-np", "2", "--term-grace-s", "600", source=source)
+    ranks = pids(launcher.wait_for("pid ", 2))
+    send([pid for pid in everyone(launcher) if all_get_it or pid not in ranks], signal.SIGTERM)
+    status, out, _ = launcher.finish()
+    assert status == 143
+    assert sorted(line for line in out.splitlines() if "saved" in line) == [
+        f"[{r}] saved {r} 1" for r in range(2)
+    ]
+    assert_gone(ranks)
+
+
 def test_checkpoint_is_saved_although_another_rank_dies_of_the_signal(launcher: Launcher) -> None:
     source = saving(0.5).replace("signal.signal(", "if rank: signal.signal(")
     launcher.start("-np", "2", source=source)

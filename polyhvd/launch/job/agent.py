@@ -170,6 +170,7 @@ class Agent:
         self._ranks: dict[int, int] = {}  # pid -> rank, while it runs
         self._pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, kind
         self._reports: dict[int, int] = {}  # rank -> descriptor
+        self._handled: dict[int, int] = {}  # rank -> descriptor: numbers of signals, after a zero
         self._oom_kills = oom_kills()  # before the first rank
         self._started = False
         self._paused = False  # the launcher does not keep up; the ranks wait
@@ -413,16 +414,20 @@ class Agent:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         for rank, its_environment in job["ranks"]:
             report, pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            handled, signals = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             its_environment["POLYHVD_REPORT"] = f"{pipe}:{os.fstat(pipe).st_ino}"
+            its_environment["POLYHVD_SIGNALS"] = f"{signals}:{os.fstat(signals).st_ino}"
             try:
-                process = self._spawn(job, {**environment, **its_environment}, ignored, pipe)
+                process = self._spawn(job, {**environment, **its_environment}, ignored, (pipe, signals))
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 self._send(FAILED, rank, _explain(error, job["argv"][0], job["cwd"]))
                 os.close(report)
+                os.close(handled)
                 continue
             finally:
                 os.close(pipe)
-            self._reports[rank] = report
+                os.close(signals)
+            self._reports[rank], self._handled[rank] = report, handled
             for kind, pipe in ((STDOUT, process.stdout), (STDERR, process.stderr)):
                 self._watch_pipe(os.dup(pipe.fileno()), rank, kind)
                 pipe.close()
@@ -430,7 +435,9 @@ class Agent:
             process.returncode = 0  # reaped here, not by subprocess
             self._send(STARTED, rank, _NUMBER.pack(process.pid))
 
-    def _spawn(self, job: dict[str, Any], environment: dict[str, str], ignored: set[int], report: int) -> Any:
+    def _spawn(
+        self, job: dict[str, Any], environment: dict[str, str], ignored: set[int], pipes: tuple[int, int]
+    ) -> Any:
         agent = os.getpid()
 
         def leash() -> None:
@@ -450,7 +457,7 @@ class Agent:
             stderr=subprocess.PIPE,
             start_new_session=True,  # a group of its own, with its children
             preexec_fn=leash,
-            pass_fds=(report,),
+            pass_fds=pipes,
         )
 
     def _watch_pipe(self, descriptor: int, rank: int, kind: int) -> None:
@@ -516,6 +523,7 @@ class Agent:
             if data := os.read(report, _READ_BYTES):
                 self._send(REPORT, rank, data)
         os.close(report)
+        os.close(self._handled.pop(rank))
 
     def _kill(self, rank: int) -> None:
         for pid in [pid for pid, own in self._ranks.items() if own == rank]:
@@ -523,14 +531,15 @@ class Agent:
                 os.killpg(pid, signal.SIGKILL)
 
     def _signal(self, number: int, *, where_missed: bool = False) -> None:
-        """Send a signal to the ranks; with ``where_missed`` only to those that cannot have received it.
+        """Send a signal to the ranks; with ``where_missed`` only to those that have not received it.
 
-        A rank without a handler would have been ended by it. A program's handler is not called twice.
+        A rank without a handler would have been ended by it. With one, it is sent nothing where that is not
+        known: a program's handler is not called twice.
         """
         if number == signal.SIGKILL:
             return kill_descendants(wait_s=0.0)
-        for pid in self._ranks:
-            if where_missed and (number in USER_SIGNALS or _has_handler(pid, number)):
+        for pid, rank in self._ranks.items():
+            if where_missed and (number in USER_SIGNALS or self._may_have_received(pid, rank, number)):
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if number in USER_SIGNALS:
@@ -539,6 +548,14 @@ class Agent:
                     os.killpg(pid, number)
                     os.killpg(pid, signal.SIGCONT)  # or a stopped one would not notice
         return None
+
+    def _may_have_received(self, pid: int, rank: int, number: int) -> bool:
+        if not _has_handler(pid, number):
+            return False
+        with contextlib.suppress(BlockingIOError):
+            handled = os.read(self._handled[rank], _READ_BYTES)
+            return number in handled or handled[:1] != b"\0" or len(handled) == _READ_BYTES
+        return True
 
 
 def _has_handler(pid: int, number: int) -> bool:
