@@ -17,6 +17,7 @@ The machines here do no input or output; :mod:`polyhvd.rendezvous.handshakes` dr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -215,7 +216,14 @@ def prove(connection: socket.socket, secret: bytes, greeting: Greeting, deadline
         if not part:
             raise ConnectionError("the peer closed the connection: another job, generation or protocol")
         answer += part
-    connection.sendall(caller.receive(answer))
+    try:
+        proof = caller.receive(answer)
+    except AuthError as error:
+        if str(error) == OTHER_SECRET:
+            with contextlib.suppress(OSError):
+                connection.send(REFUSAL, socket.MSG_NOSIGNAL)
+        raise
+    connection.sendall(proof)
     return caller.keys()
 
 

@@ -241,7 +241,9 @@ def _lead(
     try:
         address = network.address_of(nodes.interface) if nodes.interface else ""
         if len(nodes.names) > 1:
-            arrivals = Arrivals(secret, nodes.names, address, nodes.port, nonce=nonce, version=_version())
+            arrivals = Arrivals(
+                secret, nodes.names, address, nodes.port, nonce=nonce, version=_version(), report=_print
+            )
             with contextlib.closing(arrivals), _status(arrivals, nodes.names, spec.command):
                 arrived = arrivals.wait(time.monotonic() + _patience_s(options))
         hosts = [Host(nodes.names[0], nodes.slots), *(Host(item.host, item.slots) for item in arrived)]
@@ -287,8 +289,12 @@ def _status(arrivals: Arrivals, names: Sequence[str], command: str) -> Iterator[
         yield
 
 
+def _print(text: str) -> None:
+    print(f"polyhvdrun: {text}", file=sys.stderr, flush=True)
+
+
 def _refused(reason: str, status: int = 1) -> Result:
-    print(f"polyhvdrun: {reason}", file=sys.stderr)
+    _print(reason)
     return Result(status, reason)
 
 

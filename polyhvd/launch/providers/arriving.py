@@ -14,7 +14,7 @@ import select
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,21 +154,32 @@ class Arrivals:
         port: to listen on.
         nonce: of this job, see :func:`ranks_secret`.
         version: of polyhvd, which has to be the same everywhere.
+        report: is given a line for each host in whose name a process calls with another secret.
 
     Raises:
         OSError: this process cannot listen there.
     """
 
     def __init__(
-        self, secret: bytes, names: Sequence[str], address: str, port: int, *, nonce: str, version: str
+        self,
+        secret: bytes,
+        names: Sequence[str],
+        address: str,
+        port: int,
+        *,
+        nonce: str,
+        version: str,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._names = names
+        self._report = report
+        self._strangers: set[int] = set()  # hosts in whose names they call
         self._nonce = nonce
         self._hello = {"hosts": len(names), "version": version}
         self._called: set[int] = set()  # that have connected, and perhaps not proved anything
         self.arrived: dict[int, ArrivedAgent] = {}
         listener = _listener(address, port)
-        self._handshakes = Handshakes(secret, self._admit)
+        self._handshakes = Handshakes(secret, self._admit, on_other_secret=self._warn_of)
         self._handshakes.listen(listener)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._handshakes, selectors.EVENT_READ)
@@ -207,6 +218,15 @@ class Arrivals:
         if wanted:
             self._called.add(greeting.source)
         return wanted
+
+    def _warn_of(self, greeting: Greeting, address: str) -> None:
+        if greeting.source not in self._strangers:
+            self._strangers.add(greeting.source)
+            where, name = address.removeprefix("::ffff:"), self._names[greeting.source]
+            self._report(
+                f"a process at {where} calls as {name}, and has another secret: POLYHVD_SECRET (or the file "
+                "that POLYHVD_SECRET_FILE names) has to be the same on all hosts"
+            )
 
     def _begin(self, passed: Authenticated) -> None:
         self._selector.register(
