@@ -552,3 +552,19 @@ def test_discovery_that_fails_is_told_once_and_hosts_stay(launcher: Launcher, tm
     _, _, err = launcher.finish()
     said = f"discovery of hosts: {script} has ended with status 3: no list; the hosts stay as they are"
     assert err.count(said) == 1
+
+
+@pytest.mark.parametrize("options", [("--max-np", "4", "-H", "localhost:4"), ("--spares", "1"), ()])
+def test_processes_know_ranks_before_init_only_where_each_will_have_its_own(
+    launcher: Launcher, options: tuple[str, ...]
+) -> None:
+    source = (
+        "import os\nvariables = [os.environ.get(f'{name}_RANK') for name in ('HOROVOD', 'POLYHVD')]\n"
+        "import polyhvd.numpy as hvd\nhvd.init()\n"
+        "print('known', *set(variables), 'is', hvd.rank(), flush=True)\n"
+        "hvd.barrier()\n"
+    )
+    status, out, err = launcher.run("-np", "2", "--min-np", "2", *options, source=source)
+    assert status == 0, err
+    found = {tuple(line.split()[-3::2]) for line in out.splitlines() if "known" in line}
+    assert found == ({("None", "0"), ("None", "1")} if options else {("0", "0"), ("1", "1")})

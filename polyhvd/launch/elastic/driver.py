@@ -376,7 +376,8 @@ class Driver:
         listed = list(actions)
         assert self._job is not None
         starts = [action for action in listed if isinstance(action, Start)]
-        known = placements([action.host for action in starts][: self._limits.size]) if first else []
+        is_known = first and len(starts) <= self._limits.size  # else ranks depend on which ones are the first
+        known = placements([action.host for action in starts]) if is_known else []
         for action in listed:
             if isinstance(action, Start):
                 place = known[action.member] if action.member < len(known) else None
