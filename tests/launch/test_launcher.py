@@ -434,3 +434,15 @@ def test_starting_a_job_takes_little_more_than_its_interpreters() -> None:
     job = [sys.executable, "-m", "polyhvd.launch", "-np", "2", *nothing]
     used_s(job)  # compiles modules
     assert used_s(job) - used_s(nothing, nothing) < 0.6
+
+
+def test_all_survivors_of_a_killed_rank_write_flight_dumps_where_they_are_not_stopped(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    source = (
+        "import os\nimport numpy as np\nimport polyhvd.numpy as hvd\nhvd.init()\nhvd.barrier()\n"
+        "if hvd.rank() == 1: os.kill(os.getpid(), 9)\nhvd.allreduce(np.ones(3))\n"
+    )
+    assert launcher.run("-np", "3", "--keep-going", source=source)[0] == 137
+    dumps = sorted(path.name.split(".")[1] for path in tmp_path.glob("polyhvd-flight.*.json"))
+    assert dumps == ["rank0", "rank2"]
