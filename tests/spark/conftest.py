@@ -17,6 +17,7 @@ collect_ignore_glob = [] if is_installed("pyspark") else ["test_*.py"]
 collect_ignore_glob += [
     f"test_spark_estimators_{name}.py" for name in ("torch", "keras") if not is_installed(name)
 ]
+collect_ignore_glob += [] if is_installed("tensorflow") else ["test_spark_tensorflow.py"]
 
 START_S = 300.0  # what takes ten seconds on an idle machine
 END_S = 60.0

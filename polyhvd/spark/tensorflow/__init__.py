@@ -1,0 +1,1 @@
+"""TensorFlow's own services on tasks of Spark."""
