@@ -691,6 +691,16 @@ TEST_CASE(
   CHECK(stalled[1].where == "train.py:7");
 }
 
+TEST_CASE("an operation that no rank waits for is no stall") {
+  Desk desk(3);
+  desk.request(allgather(0, 1, "polyhvd.data/ParquetLoader(train.py:12).0123.1"));
+  desk.request(allreduce(1, "asked"));
+  desk.now += seconds(2);
+  const auto stalled = desk.coordinator.stalled(desk.now, seconds(1));
+  REQUIRE(stalled.size() == 1);
+  CHECK(stalled[0].name == "asked");
+}
+
 TEST_CASE("a stall keeps its age when a hit becomes a side of a renegotiation") {
   Desk desk(3);
   const CacheId id = desk.agree(allreduce(0));
