@@ -18,12 +18,13 @@ from polyhvd.data.files import ParquetFiles
 from polyhvd.data.finishing import Finishing, StandIn
 from polyhvd.data.loader import Batch, Loader
 from polyhvd.data.order import Indices, Order, Section, Step, at_least
-from polyhvd.data.position import Place
+from polyhvd.data.position import Place, current_place
 from polyhvd.data.read_ahead import ReadAhead
 from polyhvd.data.skips import Skips
 from polyhvd.data.storage import TIMEOUT_S, Source
 from polyhvd.data.workers import Workers
 from polyhvd.errors import NotInitializedError
+from polyhvd.runtime import current
 
 __all__ = ["FileLoader", "ParquetLoader"]
 
@@ -88,8 +89,9 @@ class FileLoader(Loader):
             counted in ``hvd.counters()``. They keep their place in the order, with weight 0. Files that
             cannot be opened are left out of the order.
         streams: into how many streams an epoch is cut; None: so many that at most a tenth of the row groups
-            is read twice, up to 64. If rows are not shuffled it is 1, which keeps their order, but has every
-            rank read all row groups.
+            is read twice, up to 64. If rows are not shuffled, it is the number of ranks, each of which reads
+            another part of the files, in their order; or as if they were shuffled, in an elastic job. 1 keeps
+            the order of the files over all ranks, and has each rank read all row groups.
         shuffle_bytes: memory for the rows that all ranks together hold to shuffle them.
         prefetch_bytes: how many bytes of batches the thread is ahead at most; and as many of row groups that
             are read before they are needed, of a remote file system up to 16 at the same time.
@@ -178,7 +180,8 @@ class FileLoader(Loader):
         self._row_bytes = self._files.row_bytes() + 8  # and the number of the row
         largest = int(sizes.max(initial=1))
         if streams is None:
-            streams = self._suitable_streams(len(sizes), largest) if shuffle else 1
+            suitable = self._suitable_streams(len(sizes), largest)
+            streams = suitable if shuffle else _streams_in_order(placement, int(sizes.sum()), suitable)
         if shuffle:
             window = int(self._shuffle_bytes / (at_least(1, "streams", streams) * self._row_bytes))
         else:
@@ -375,6 +378,18 @@ class ParquetLoader(FileLoader):
     """
 
     _format = "parquet"
+
+
+def _streams_in_order(placement: Callable[[], tuple[int, int]] | None, rows: int, suitable: int) -> int:
+    """As many streams as ranks; of an elastic job, whose ranks change, so many as suit any number."""
+    world = current.find()
+    if placement is None and world is not None and world.member is not None:
+        return suitable
+    try:
+        size = Place(*(placement or current_place)()).size
+    except NotInitializedError:  # the loader is made before init()
+        return 1
+    return max(1, min(size, rows))
 
 
 class _Expected(NamedTuple):

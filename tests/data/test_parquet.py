@@ -211,10 +211,29 @@ def test_without_shuffling_rows_come_as_they_are_stored(tmp_path: Path) -> None:
     assert loader.groups_read == 4
 
 
+def test_each_rank_reads_its_part_of_a_validation_set(tmp_path: Path) -> None:
+    """Row groups read, of those that there are: at most 1.1 times, and twice if they are as many as ranks."""
+    for size, groups, most in ((1, 40, 40), (2, 40, 44), (3, 60, 66), (4, 40, 44), (7, 7, 14)):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        written(folder, [[6, 5] * (groups // 2) + [3] * (groups % 2)])
+        read, rows = 0, []
+        for rank in range(size):
+            loader = loader_of(folder, shuffle=False, placement=lambda: (rank, size))  # noqa: B023
+            own = rows_of(loader)
+            if groups > size:
+                assert own[: len(own) // 2] == list(range(own[0], own[0] + len(own) // 2))
+            rows += own
+            read += loader.groups_read
+        assert sorted(rows) == list(range(len(rows)))
+        assert groups <= read <= most
+
+
 def test_loader_behaves_as_that_of_arrays(tmp_path: Path) -> None:
     """Lengths, positions, epochs and weights; only the order of a shuffled epoch is another."""
     write_parquet({"x": np.arange(11)}, tmp_path / "x.parquet")
-    for options in ({"last": "even"}, {"last": "short"}, {"last": "drop"}, {"shuffle": False}):
+    in_order = {"shuffle": False, "streams": 1}
+    for options in ({"last": "even"}, {"last": "short"}, {"last": "drop"}, in_order):
         for rank in range(3):
             both: list[Any] = [
                 loader_of(tmp_path / "x.parquet", placement=lambda: (rank, 3), **options),  # noqa: B023
@@ -836,7 +855,7 @@ def test_description_warns_of_row_groups_that_are_too_few_or_too_large(tmp_path:
     assert "at most 5 rows per group (write_parquet(rows_per_group=...))" in few
     large = loader_of(folder, shuffle_bytes=1000).describe()
     assert "row groups are large" in large
-    unshuffled = loader_of(folder, shuffle=False, placement=lambda: (0, 3)).describe()
+    unshuffled = loader_of(folder, shuffle=False, streams=1, placement=lambda: (0, 3)).describe()
     assert "pass streams=4" in unshuffled
 
 
