@@ -62,7 +62,8 @@ class Agreement:
 
     A rank sends a checksum when its loader begins to load in a world, and goes on. It looks at those of the
     others with later batches, when all ranks have sent theirs, as they have once they have completed
-    a collective within the loop. If only some ranks load, nothing is compared, and none of them waits.
+    a collective within the loop. If only some ranks load, nothing is compared, and none of them waits. They
+    report it once, after the time in which a stall is reported.
 
     It has to be made in the constructor of the loader.
 
@@ -82,6 +83,7 @@ class Agreement:
         self._world: weakref.ref[World] | None = None
         self._name = ""
         self._handle: Any = None
+        self._begun_at = 0.0  # when the checksum was sent, by time.monotonic(); 0: it was reported since
         self._text = b""  # what the checksum is of, until it is compared: positions move
         #: Once it is known that ranks differ: their descriptions on the way, and the ranks by what they have.
         self._difference: tuple[Any, dict[int, int], list[list[int]]] | None = None
@@ -107,6 +109,8 @@ class Agreement:
             elif self._handle is not None and self._handle.done():
                 handle, self._handle = self._handle, None
                 self._compare(world, world.numpy.synchronize(handle))
+            elif self._handle is not None:
+                self._report_absent(world)
         except HorovodInternalError:
             self._handle = None  # the program's next collective fails, too
 
@@ -122,6 +126,22 @@ class Agreement:
         digest = np.frombuffer(hashlib.sha256(self._text).digest(), np.uint8)[None]
         row = np.concatenate([numbers, digest], axis=1)
         self._handle = world.numpy.allgather_async(row, name=self._name)
+        self._begun_at = time.monotonic()
+
+    def _report_absent(self, world: World) -> None:
+        """Warn once if the other ranks have not begun to load, in the time in which a stall is reported."""
+        settings = world.settings
+        waited_s = time.monotonic() - self._begun_at
+        if self._begun_at and not settings.stall_check_disable and waited_s >= settings.stall_warn_s:
+            self._begun_at = 0.0
+            _LOG.warning(
+                "%s: rank %d of %d has been loading for %.0f s, and not all others have begun: it gets its "
+                "part of the rows only. If other ranks are not to load them, pass placement=lambda: (0, 1)",
+                self._label,
+                world.placement.rank,
+                world.placement.size,
+                waited_s,
+            )
 
     def _packed(self) -> bytes:
         items = [[heading, list(texts.items())] for heading, texts in self._describe().items()]

@@ -99,7 +99,8 @@ class FileLoader(Loader):
             URI.
         read_attempts: how often a read of a remote file system is tried. The waits between attempts begin
             at 0.2 s and double up to 10 s.
-        read_timeout_s: how many seconds a read of a remote file system may take, with all attempts.
+        read_timeout_s: how many seconds a read of a remote file system may take, with all attempts; and how
+            long a process of ``workers`` may be stopped by a signal.
         cache: keeps the selected columns of row groups that were read, for later epochs and for all ranks and
             jobs of this user on this host: "memory"; "disk", in the folder for temporary files; or a
             ``pathlib.Path`` of a folder. Row groups of a file that was replaced are not used any more.
@@ -162,6 +163,7 @@ class FileLoader(Loader):
             raise ValueError(f"on_error is {on_error!r}; expected 'raise' or 'skip'")
         if not 0 < read_timeout_s < float("inf"):
             raise ValueError(f"read_timeout_s is {read_timeout_s!r}; expected a number of seconds above 0")
+        self._stopped_s = read_timeout_s
         self._files = ParquetFiles(
             source,
             columns=columns,
@@ -302,7 +304,7 @@ class FileLoader(Loader):
         if self._ahead is None or self._ahead[0] != expected or not self._ahead[1].is_usable:
             self._end(wait=True)  # or two threads would call ``transform`` at the same time
             if self._workers_count and (self._workers is None or not self._workers.is_usable):
-                self._workers = Workers(self._workers_count, self._finishing)
+                self._workers = Workers(self._workers_count, self._finishing, self._stopped_s)
             self._stand_in = StandIn(self._files, self._finishing)
             shard = _Shard(self._files, self._order, self._epoch, self._row_bytes, self._prefetch_bytes)
             rows = self._rows(place)

@@ -15,6 +15,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar
 
@@ -47,6 +48,7 @@ class Workers:
     Args:
         count: of processes.
         work: makes the result of a task of its arguments. Each process has a copy.
+        stopped_s: how long a process may be stopped by a signal while its result is wanted.
 
     Raises:
         ValueError: ``work`` cannot be pickled.
@@ -59,7 +61,7 @@ class Workers:
         workers.close()
     """
 
-    def __init__(self, count: int, work: Callable[..., Any]) -> None:
+    def __init__(self, count: int, work: Callable[..., Any], stopped_s: float = 120.0) -> None:
         try:
             pickled = _pickled(work)
         except Exception as error:
@@ -76,7 +78,7 @@ class Workers:
         self._workers: list[_Worker] = []
         self._end = weakref.finalize(self, _end, self._workers, self._process)
         for number in range(count):
-            self._workers.append(_Worker(number, count))
+            self._workers.append(_Worker(number, count, stopped_s))
             self._workers[-1].send(0, (pickled, sys.argv))
         self._submitted = 0
 
@@ -124,7 +126,7 @@ class Task:
         """Wait until the process has made the result.
 
         Raises:
-            DataError: the process has ended.
+            DataError: the process has ended, or is stopped.
         """
         with self._lock:
             while not self._is_done:
@@ -141,7 +143,7 @@ class Task:
         """The result, once.
 
         Raises:
-            DataError: the process has ended.
+            DataError: the process has ended, or is stopped.
             BaseException: what the function raised in the process.
         """
         self.wait()
@@ -154,7 +156,8 @@ class Task:
 class _Worker:
     """A process, and the connection to it."""
 
-    def __init__(self, number: int, count: int) -> None:
+    def __init__(self, number: int, count: int, stopped_s: float) -> None:
+        self._stopped_s = stopped_s
         self._name = f"worker {number + 1} of {count} of the data loader"
         self.pending = 0
         self._sending, self._receiving = threading.Lock(), threading.Lock()
@@ -171,13 +174,21 @@ class _Worker:
             send(self.connection, number, value)
 
     def receive(self) -> tuple[int, Any, int]:
-        poll = select.poll()
+        poll, stopped_s = select.poll(), 0.0
         with self._receiving, suppress(EOFError, ConnectionError, ValueError):  # the last if it is closed
             poll.register(self.connection, select.POLLIN)
             # A forked child of this process may keep the other end open after the worker has ended.
             while not poll.poll(1e3 * _LOOK_S):
                 if self.process.poll() is not None:
                     break
+                # By looks, not by the clock: a whole job that was stopped is continued.
+                stopped_s = stopped_s + _LOOK_S if _is_stopped(self.process.pid) else 0.0
+                if stopped_s >= self._stopped_s:
+                    raise DataError(
+                        f"{self._name} (process {self.process.pid}) was stopped by a signal, and nothing has "
+                        f"continued it (kill -CONT {self.process.pid}) within {self._stopped_s:g} s; raise "
+                        "read_timeout_s= to wait longer"
+                    )
             else:
                 try:
                     return receive(self.connection)
@@ -207,6 +218,12 @@ class _Worker:
             cause = "; if the system lacked memory, use fewer workers= or smaller batches" * (status == -9)
             return f"was killed by signal {-status}{cause}"
         return f"ended with status {status}; its standard error may have the cause"
+
+
+def _is_stopped(process: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text("latin-1").rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _pickled(work: Any) -> bytes:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections.abc import Iterable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polyhvd.numpy as hvd
 import pytest
 
-from polyhvd.data import ArrayLoader, DataError, DistributedBatchSampler
+from polyhvd.data import ArrayLoader, DataError, DistributedBatchSampler, agreement
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -98,6 +102,31 @@ def test_the_error_is_the_same_if_one_rank_sees_the_difference_a_batch_later() -
     with pytest.raises(DataError, match=r"argument 'seed': 0 on rank.* 0.*; 1 on rank 1"):
         train()
     assert hvd.allgather_object(batches) == [2] * hvd.size()
+
+
+def test_rank_that_is_frozen_during_the_comparison_is_waited_for_with_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "_FIRST_WAIT_S", 0.2)
+    monkeypatch.setattr(agreement, "_WAIT_S", 0.5)
+    raised = Path(hvd.broadcast_object(str(tmp_path))) / "raised"
+    frozen = hvd.size() - 1
+    batches = iter(ArrayLoader([np.arange(40)], batch_size=2, seed=int(hvd.rank() == frozen)))
+    next(batches)
+    hvd.barrier()
+    if hvd.rank() == frozen:
+        waits = f"for i in $(seq 600); do [ -e {raised} ] && break; sleep 0.1; done; kill -CONT {os.getpid()}"
+        with subprocess.Popen(["sh", "-c", waits]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+    others = "rank 0" if frozen == 1 else "ranks 0, 1"
+    seen: list[Any] = []
+    with pytest.raises(DataError) as error:
+        seen.extend(batches)
+    if hvd.rank() == 0:
+        raised.touch()
+        assert f"{others} and rank {frozen} have different data, arguments or positions" in str(error.value)
+        assert len(seen) < 2
+    hvd.barrier()
 
 
 def test_arrays_of_other_forms_on_one_rank_are_an_error_on_every_rank() -> None:

@@ -146,7 +146,9 @@ def test_job_goes_on_without_a_rank_that_is_killed_while_it_waits_for_data(
         [*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=2 * DEADLINE_S
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("counts {3.0} of 2") == 2, ended.stdout
+    counts = [line.partition("] ")[2] for line in ended.stdout.splitlines()]
+    # Another process may have joined in the place of the one that was killed.
+    assert counts in (["counts {3.0} of 2"] * 2, ["counts {3.0} of 3"] * 3), ended.stdout
 
 
 INTERRUPTED = """
@@ -235,7 +237,7 @@ for epoch in range(2):
     if hvd.rank() == 0:
         loader = ParquetLoader(sys.argv[1], batch_size=2)
         for batch in loader:
-            time.sleep(0.1)
+            time.sleep(0.3)
     hvd.barrier()
     time.sleep(4)
 if hvd.rank() == 0:
@@ -265,3 +267,6 @@ def test_rank_that_validates_without_the_others_is_no_stall(
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("ended") == 3
     assert "polyhvd.data/" not in ended.stderr
+    warnings = [line for line in ended.stderr.splitlines() if "not all others have begun" in line]
+    assert len(warnings) == 2  # of each loader
+    assert all("ParquetLoader(job.py:12): rank 0 of 3 has been loading for " in line for line in warnings)

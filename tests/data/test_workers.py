@@ -384,6 +384,21 @@ def test_worker_that_is_killed_is_an_error_and_the_next_loop_has_others(tmp_path
     assert seen == list(range(60))
 
 
+def test_worker_that_stays_stopped_is_an_error_that_names_it(tmp_path: Path) -> None:
+    def stopping(batch: dict[str, Any]) -> dict[str, Any]:
+        if 22 in batch["x"] and not (tmp_path / "stopped").exists():
+            (tmp_path / "stopped").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return batch
+
+    (tmp_path / "files").mkdir()
+    loader = loader_of(written(tmp_path / "files"), transform=stopping, shuffle=False, read_timeout_s=2)
+    message = r"worker \d of 2 of the data loader \(process \d+\) was stopped by a signal, .* within 2 s"
+    with pytest.raises(DataError, match=message):
+        list(loader)
+    assert len(list(loader)) == 10
+
+
 PROGRAM = """
 import os, signal, sys, time
 import numpy as np
