@@ -147,7 +147,7 @@ def is_homogeneous() -> bool:
 
 def counters() -> dict[str, int]:
     """Statistics of this process since ``init()``: operations, bytes per transport, cache hits, wakes, and
-    what was read and waited for by the loaders of :mod:`polyhvd.data`.
+    what was read and waited for by the loaders of :mod:`polyhvd.data`. :func:`metrics` has them with units.
 
     In an elastic job they go on from one world to the next; only ``pending`` is of the present one.
 
@@ -161,6 +161,26 @@ def counters() -> dict[str, int]:
         print({name: value - before[name] for name, value in hvd.counters().items()})
     """
     return _current.world().counters()
+
+
+def metrics() -> dict[str, float]:
+    """How this rank trains, as numbers with units in their names: time of a step, waits, bytes, stalls.
+
+    The names are the same in every framework, those of polyhvdrun's page for Prometheus without
+    ``polyhvd_``; ``polyhvd docs watching`` lists them. Those that end in ``_total`` only grow, also from one
+    world of an elastic job to the next. The call takes microseconds and does not communicate.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        found = hvd.metrics()
+        print(f"{1e3 * found['step_seconds']:.1f} ms, {found['wait_ratio']:.0%} of it waiting for others")
+    """
+    from polyhvd.observe.metrics import read
+
+    return read(_current.world())
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -254,6 +274,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "make_mxnet_importable",
+    "metrics",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",

@@ -269,6 +269,8 @@ class Engine:
         """On rank 0: a number for the program of every rank, in the total order; they count up."""
     #: For how many seconds this rank has waited for others, and how many operations were agreed on.
     waits: tuple[float, int]
+    #: The median of the last steps in this world, in seconds; 0: there were none.
+    step_s: float
     #: Other ranks of this host whose processes have died while it was connected to them, without leaving.
     dead_here: list[int]
     notice: int  # the last that precedes an operation of all ranks for which the program has waited

@@ -29,6 +29,7 @@ from polyhvd.elastic.places import (
 from polyhvd.elastic.watch import LauncherWatch
 from polyhvd.observe import tracing
 from polyhvd.observe.autotune import Autotuner
+from polyhvd.observe.metrics import SCOPE
 from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime import current
 from polyhvd.runtime.prologue import Prologue
@@ -91,6 +92,14 @@ class Process:
     def send_message(self, text: str) -> None:
         """Send a line for the launcher to print."""
         self.watch.send(MESSAGES, text.encode(errors="replace"), again=True)
+
+    def report_metrics(self, report: bytes) -> None:
+        """Send this process's metrics to the launcher; never waits.
+
+        Args:
+            report: as :func:`polyhvd.launch.reporting.report_of` makes it.
+        """
+        self.watch.send(SCOPE, report, again=True)
 
     def report(self, progress: bytes) -> None:
         """Record how far the program is; the launcher reads it when this process has ended.
@@ -175,7 +184,8 @@ class Process:
         """Leave the present world, if there is one, for the next."""
         if (world := current.find()) is not None:
             self._timeline = tracing.hand_over(world)
-            self.counted = {name: value for name, value in world.counters().items() if name != "pending"}
+            counted = {name: value for name, value in world.counters().items() if name != "pending"}
+            self.counted = {**counted, "world_changes": self.worlds}
         current.leave()
 
     def progress(self) -> None:

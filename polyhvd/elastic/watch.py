@@ -156,6 +156,7 @@ class LauncherWatch:
             return
         ranks = tuple(SlowRank(**item) for item in json.loads(data))
         self.slow = (world.placement.generation, ranks)
+        world.is_slow = any(item.rank == world.placement.rank for item in ranks)
         world.remark("\n".join(map(str, ranks)))
         self._request_slow_ranks(world)
 

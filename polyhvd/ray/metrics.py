@@ -6,28 +6,16 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Mapping
 
 from ray.util.metrics import Gauge
 
-from polyhvd.elastic import process
+from polyhvd.observe import metrics
 from polyhvd.runtime import current
 
-__all__ = ["GAUGES", "export", "publish", "read"]
+__all__ = ["export", "publish", "read"]
 
 #: Ray exports every ten seconds by default.
 _INTERVAL_S = 2.0
-#: Names with descriptions.
-GAUGES: Mapping[str, str] = {
-    "polyhvd_step_seconds": "Median time of the last steps of a rank of an elastic job",
-    "polyhvd_wait_seconds": "Time for which a rank has waited for other ranks in its present world",
-    "polyhvd_data_wait_seconds": "Time for which a rank has waited for its data",
-    "polyhvd_bytes": "Bytes that a rank has moved in collectives",
-    "polyhvd_operations": "Collectives that a rank has completed",
-    "polyhvd_size": "Number of ranks in the present world",
-    "polyhvd_recoveries": "Changes of the world that a rank of an elastic job has gone through",
-}
-_BYTES = ("cma_bytes", "mpi_bytes", "nccl_bytes", "shm_bytes", "tcp_bytes_received", "tcp_bytes_sent")
 
 
 def read() -> tuple[int, dict[str, float]] | None:
@@ -35,19 +23,8 @@ def read() -> tuple[int, dict[str, float]] | None:
     world = current.find()
     if world is None:
         return None
-    counted = world.counters()
-    values: dict[str, float] = {
-        "polyhvd_wait_seconds": world.engine.waits[0],
-        "polyhvd_data_wait_seconds": counted["data_wait_us"] / 1e6,
-        "polyhvd_bytes": sum(counted[name] for name in _BYTES),
-        "polyhvd_operations": counted["operations"],
-        "polyhvd_size": world.placement.size,
-    }
-    if (member := process.find()) is not None:
-        values["polyhvd_recoveries"] = member.worlds - 1
-        if member.figure is not None:
-            values["polyhvd_step_seconds"] = member.figure.step_s
-    return world.placement.rank, values
+    values = metrics.read(world)
+    return world.placement.rank, {metrics.PREFIX + name: value for name, value in values.items()}
 
 
 def export() -> None:
@@ -66,7 +43,10 @@ def publish() -> None:
 
 @functools.cache
 def _gauges() -> dict[str, Gauge]:
-    return {name: Gauge(name, description, ("rank",)) for name, description in GAUGES.items()}
+    return {
+        (name := metrics.PREFIX + metric.name): Gauge(name, metric.help, ("rank",))
+        for metric in metrics.METRICS
+    }
 
 
 def _run() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,10 @@ class World:
         self.timeline_is_carried = False
         #: What this process has counted in former worlds of its elastic job.
         self.counted = dict(counted or {})
+        #: When this world began, by ``time.monotonic()``.
+        self.began = time.monotonic()
+        #: Whether this rank is slow, as the launcher of an elastic job has last reported; None: another job.
+        self.is_slow: bool | None = None if member is None else False
         #: Process sets that are there for one exchange, and are not for the next world. Written and read by
         #: the thread that enters and leaves worlds.
         self.passing_sets: set[int] = set()
@@ -197,7 +202,7 @@ class World:
         """The counters of this process, former worlds included; see :func:`polyhvd.counters`."""
         found = self.engine.counters()
         with self._lock:
-            found.update(self._data_counted, data_wait_us=self._data_wait_ns // 1000)
+            found.update(self._data_counted, data_wait_us=self._data_wait_ns // 1000, world_changes=0)
         for name, value in self.counted.items():
             found[name] = found.get(name, 0) + value
         return found

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <functional>
+#include <string_view>
 
 #include "control/disagreement.h"
 #include "control/uneven.h"
@@ -48,8 +50,12 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
              rank == 0 ? options_.steps_per_sample : 0, options_.mailbox) {
   controller_ = std::make_unique<Controller>(rank_, sets_, queue_, options_.coordinator,
                                              std::move(parts_.parent), std::move(parts_.children));
-  stall_watch_ = std::make_unique<StallWatch>(rank_, options_.stalls, *controller_, queue_,
-                                              *parts_.liveness, options_.mailbox, options_.log);
+  stall_watch_ =
+      std::make_unique<StallWatch>(rank_, options_.stalls, *controller_, queue_, *parts_.liveness,
+                                   options_.mailbox, [this](const std::string& text) {
+                                     stalls_.fetch_add(1, std::memory_order_relaxed);
+                                     options_.log(text);
+                                   });
   if (options_.mailbox) {
     options_.mailbox->set_on_stacks([this] { parking_->wake_if_asleep(); });
   }
@@ -361,8 +367,25 @@ void Engine::execute(Work& work) {
     }
     executing_ = false;
     if (tuner_.measures()) tuner_.measure(work);
+    note_steps(work);
   }
   for (const OperationPtr& operation : work.operations) complete(operation, work.error);
+}
+
+void Engine::note_steps(const Work& work) noexcept {
+  for (const Ticks now = ticks_now(); const OperationPtr& operation : work.operations) {
+    const Submission& s = operation->submission;
+    if (s.turn == 0) {
+      steps_.note(std::hash<std::string_view>{}(s.name), now);
+      continue;
+    }
+    // Calls without a name never come again by name, but others of their size do.
+    std::size_t bytes = 0;
+    for (const TensorView& tensor : s.inputs) {
+      bytes += static_cast<std::size_t>(element_count(tensor.shape)) * item_size(tensor.dtype);
+    }
+    steps_.note(bytes * 64 + static_cast<std::size_t>(s.kind), now);
+  }
 }
 
 void Engine::disconnect(ProcessSetId set) {
@@ -647,6 +670,10 @@ Engine::Waits Engine::waits() const noexcept {
   return {static_cast<double>(meter.waited()) * ns_per_tick * 1e-9, meter.agreed()};
 }
 
+double Engine::step_s() const noexcept {
+  return static_cast<double>(steps_.step()) * queue_.recorder().scale().ns_per_tick() * 1e-9;
+}
+
 std::map<std::string, std::uint64_t> Engine::counters() const {
   std::map<std::string, std::uint64_t> counters{
       {"operations", operations_.load()},
@@ -656,6 +683,9 @@ std::map<std::string, std::uint64_t> Engine::counters() const {
       {"lent", lending_.lent()},
       {"lent_in_vain", lending_.in_vain()},
       {"pending", static_cast<std::uint64_t>(queue_.pending())},
+      {"stalls", stalls_.load()},
+      {"steps", steps_.steps()},
+      {"wait_us", static_cast<std::uint64_t>(waits().seconds * 1e6)},
   };
   parts_.liveness->add_counters(counters);
   return counters;

@@ -35,6 +35,7 @@
 #include "observe/flight.h"
 #include "observe/lock_order.h"
 #include "observe/mailbox.h"
+#include "observe/step_clock.h"
 #include "observe/timeline.h"
 
 namespace polyhvd {
@@ -127,6 +128,8 @@ class Engine {
     std::uint64_t agreed = 0;
   };
   Waits waits() const noexcept;
+  // The median of the last steps in this world, in seconds; 0: there were none. Any thread.
+  double step_s() const noexcept;
   // Other ranks of this host whose processes are known to have died, as far as this engine has run.
   // Any thread.
   std::vector<int> dead_here() const { return parts_.liveness->dead_here(); }
@@ -162,6 +165,7 @@ class Engine {
   void check_flight(Clock::time_point now);
   void report(const Error& error) noexcept;
   void execute(Work& work);
+  void note_steps(const Work& work) noexcept;
   void connect(ProcessSetId set);
   void disconnect(ProcessSetId set);
   Backend& backend_for(const Submission& submission) const;
@@ -234,6 +238,8 @@ class Engine {
   std::atomic<std::uint64_t> operations_{0};  // statistics
   std::atomic<std::uint64_t> batches_{0};
   std::atomic<std::uint64_t> engine_wakes_{0};
+  std::atomic<std::uint64_t> stalls_{0};  // reports, on rank 0
+  StepClock steps_;
 
   std::thread thread_;
 };

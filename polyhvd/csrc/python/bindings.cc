@@ -299,6 +299,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   bool is_behind() const { return engine_->is_behind(); }
   bool has_lost_results() const { return engine_->has_lost_results(); }
   bool are_devices_done() const { return engine_->are_devices_done(); }
+  double step_s() const { return engine_->step_s(); }
   std::pair<double, std::uint64_t> waits() const {
     const Engine::Waits waits = engine_->waits();
     return {waits.seconds, waits.agreed};
@@ -598,6 +599,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("has_lost_results", &PyEngine::has_lost_results)
       .def_property_readonly("are_devices_done", &PyEngine::are_devices_done)
       .def_property_readonly("waits", &PyEngine::waits)
+      .def_property_readonly("step_s", &PyEngine::step_s)
       .def_property_readonly("dead_here", &PyEngine::dead_here)
       .def_property_readonly("generation", &PyEngine::generation);
 }
