@@ -12,7 +12,7 @@ from polyhvd.bench import command as bench
 from polyhvd.config import Settings
 from polyhvd.launch.elastic import leave
 from polyhvd.launch.hosts import doctor
-from polyhvd.launch.job import status
+from polyhvd.launch.job import status, top
 from polyhvd.observe import autotune, documents, flight, terminal, timeline
 
 __all__ = ["main"]
@@ -34,6 +34,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return leave.main(words[1:])
     if words[:1] == ["status"]:
         return status.main(words[1:])
+    if words[:1] == ["top"]:
+        return top.main(words[1:])
     if words[:1] == ["parity"]:
         from polyhvd.parity import command as parity  # with what it needs of NumPy, which takes a while
 
@@ -92,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("leave", help="remove ranks or hosts from an elastic job without a loss")
     command = commands.add_parser("status", help="show the state of a running job, and what it waits for")
     status.add_options(command)
+    command = commands.add_parser("top", help="show the metrics of all ranks of running jobs, live")
+    top.add_options(command)
     commands.add_parser("parity", help="train one network in several frameworks, and report differences")
     commands.add_parser("bench", help="measure collectives: polyhvdrun -np 4 polyhvd bench")
     return parser

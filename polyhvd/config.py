@@ -211,6 +211,14 @@ class Launched(_Table):
         0.0,
         "Seconds without a heartbeat after which the launcher is lost; set by it.",
     )
+    metrics_interval_s: float = _row(
+        "METRICS_INTERVAL_S",
+        _number,
+        0.0,
+        "Seconds between two reports of a rank's metrics to polyhvdrun, for `polyhvd top` and "
+        "`--metrics-port`; 0: none. polyhvdrun sets it to 2, and to more in jobs of more than 400 ranks, "
+        "unless it is set.",
+    )
     parent: str = _row(
         "PARENT", str, "", "Process and job of the rank that has started this process; set by init()."
     )

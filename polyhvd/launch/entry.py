@@ -115,6 +115,10 @@ class _Entry:
         if member is not None:
             member.entered(world, self.enter_next)
         current.enter(world)
+        if (launched := Launched.from_environment()).metrics_interval_s > 0 and launched.rendezvous:
+            from polyhvd.launch import reporting  # only for polyhvdrun
+
+            reporting.begin(launched, None if member is None else member.report_metrics)
         if self.identity and placement.size > 1:
             os.environ[_PARENT] = f"{os.getpid()}:{self.identity}"
 

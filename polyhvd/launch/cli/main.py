@@ -175,6 +175,7 @@ def _become_mpirun(spec: JobSpec, options: argparse.Namespace) -> int:
         "--prefix-output-with-timestamp": (options.timestamps, "as is printing; see --mpi-args"),
         "--keep-going": (options.keep_going, "whose launchers have their own ways to end a job"),
         "--max-restarts": (options.max_restarts, "whose launchers end the job themselves"),
+        "--metrics-port": (options.metrics_port is not None, "whose launchers receive no metrics"),
         "':'": (len(spec.programs), "give mpirun itself several programs"),
     }
     for name, (given, reason) in refused.items():
@@ -271,6 +272,8 @@ def _spec(programs: list[argparse.Namespace]) -> JobSpec:
         policy=LetOthersFinish() if options.keep_going else StopAtFirstFailure(),
         elastic=elastic,
         verbose=options.verbose,
+        metrics_port=options.metrics_port,
+        metrics_address=options.metrics_address,
     )
     return spec if allocation is None else spec.within(allocation, options)
 

@@ -148,6 +148,7 @@ def make_parser() -> Parser:
     )
     _add_job(parser)
     _add_output(parser)
+    _add_metrics(parser)
     _add_ending(parser)
     _add_elastic(parser)
     _add_ssh(parser)
@@ -254,6 +255,24 @@ def _add_output(parser: Parser) -> None:
         action="store_true",
         dest="timestamps",
         help="prefix lines of output with the time",
+    )
+
+
+def _add_metrics(parser: Parser) -> None:
+    add = parser.add_argument_group("metrics").add_argument
+    add(
+        "--metrics-port",
+        type=_port,
+        metavar="PORT",
+        help="serve the metrics of all ranks for Prometheus, at http://127.0.0.1:PORT/metrics; 0: any free "
+        "port",
+    )
+    add(
+        "--metrics-address",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="address to serve them on; 0.0.0.0: all addresses, so that other hosts can read them; default: "
+        "127.0.0.1",
     )
 
 
@@ -529,6 +548,13 @@ def _positive(text: str) -> int:
 
 def _count(text: str) -> int:
     return _at_least(text, 0)
+
+
+def _port(text: str) -> int:
+    value = _count(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, found {text}")
+    return value
 
 
 def _at_least(text: str, least: int) -> int:

@@ -23,6 +23,7 @@ from polyhvd.launch.job.agents import Agents
 from polyhvd.launch.job.blame import Ending, traceback_lines, trim
 from polyhvd.launch.job.control import CommandRequests
 from polyhvd.launch.job.heartbeats import Heartbeats, Outboxes
+from polyhvd.launch.job.metrics import JobMetrics
 from polyhvd.launch.job.output import Output, await_reader
 from polyhvd.launch.job.policy import StartReplacement, StopOthers
 from polyhvd.launch.job.programs import rank_environment
@@ -34,6 +35,7 @@ from polyhvd.launch.job.stopping import Stopping
 from polyhvd.launch.job.verdict import Verdict
 from polyhvd.launch.providers.local_agents import LocalAgents
 from polyhvd.launch.providers.starting import AgentProvider, HostAgent
+from polyhvd.observe.metrics import SCOPE
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
@@ -41,6 +43,7 @@ from polyhvd.runtime.placement import Placement
 
 if TYPE_CHECKING:
     from polyhvd.launch.hosts.checks import HostChecks
+    from polyhvd.launch.job.endpoint import Endpoint
 
 __all__ = ["Job", "JobSpec"]
 
@@ -64,8 +67,11 @@ class Job:
         self._local = [] if spec.agents else [network.is_local(host.name) for host in spec.hosts]
         self._hosts = list(spec.hosts)
         self._ranks = ranks_of(spec)
+        self._running = {placement.rank for placement in spec.placements}
+        self._metrics = JobMetrics(self._running.__contains__, self._hosts)
+        self._endpoint = self._open_endpoint()
         address = address_of(spec, self._local)
-        self.rendezvous = Server(parse_secret(self.secret), address, observe=self._ranks.observe)
+        self.rendezvous = Server(parse_secret(self.secret), address, observe=self._observe)
         self._admission = Admission(spec, self.rendezvous, self.secret)  # of an elastic job's hosts
         self.endpoint = self._admission.endpoint
         self._selector = selectors.DefaultSelector()
@@ -77,7 +83,6 @@ class Job:
         self._holding = False  # ranks must write no more
         self._unfinished: list[int] = []  # ranks that have ended meanwhile
         self._lost = False  # an agent was silent for too long
-        self._running = {placement.rank for placement in spec.placements}
         self._verdict = Verdict(self._ranks.noun)
         self._stopping = Stopping(spec.term_grace_s)
         self._started_at = time.monotonic()
@@ -101,6 +106,8 @@ class Job:
         """End what still runs, and the rendezvous."""
         self._output.await_reader = await_reader
         self._commands.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         for process in self._agents:
             process.cut()
         for process in self._agents:
@@ -132,6 +139,23 @@ class Job:
             while not self._is_over():
                 self._turn()
         return self._conclude()
+
+    def _open_endpoint(self) -> Endpoint | None:
+        if self._spec.metrics_port is None:
+            return None
+        from polyhvd.launch.job.endpoint import Endpoint  # takes a while to import
+
+        endpoint = Endpoint(self._spec.metrics_address, self._spec.metrics_port, self._metrics.page)
+        if self._spec.metrics_port == 0 or self._spec.verbose:
+            self._output.report(f"metrics at {endpoint.url}")
+        return endpoint
+
+    def _observe(self, scope: str, number: int, value: bytes) -> None:
+        """Take what a rank has written to the rendezvous; on its thread."""
+        if scope == SCOPE:
+            self._metrics.observe(number, value)
+        elif self._ranks.observe is not None:
+            self._ranks.observe(scope, number, value)
 
     # Starting
 
@@ -202,6 +226,7 @@ class Job:
             "POLYHVD_RENDEZVOUS": endpoint,
             "POLYHVD_SECRET": self.secret,
             "POLYHVD_HOST_ID": str(self._agents.number_of(process)),
+            "POLYHVD_METRICS_INTERVAL_S": self._spec.metrics_interval,
         }
         order = self._spec.order(ranks, process.environment, variables)
         return {**order, "heartbeat_timeout_s": self._heartbeats.silence_s, "ignored": self._ignored}
@@ -294,7 +319,10 @@ class Job:
                     "command": self._spec.command,
                     "started": self._started_at,
                 }
-                request.finish(answers(self._situation(now), job, now, time.time()))
+                found = answers(self._situation(now), job, now, time.time())
+                if "metrics" in request.content:
+                    found[-1:-1] = self._metrics.answers()
+                request.finish(found)
             else:
                 self._ranks.obey(request, now)
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["JobSpec", "address_of", "working_directory"]
 
+_INTERVAL = "POLYHVD_METRICS_INTERVAL_S"
+
 
 @dataclass
 class JobSpec:
@@ -46,6 +48,8 @@ class JobSpec:
     found: str = ""  # for messages: the allocation with the hosts, if the user has named none
     way: str = ""  # for messages: the program that starts agents; empty: none, and ssh for other hosts
     verbose: bool = False
+    metrics_port: int | None = None  # of the page for Prometheus; 0: any free one; None: no page
+    metrics_address: str = "127.0.0.1"
 
     @property
     def command(self) -> str:
@@ -92,6 +96,13 @@ class JobSpec:
             found=str(allocation),
             way=reach.program,
         )
+
+    @property
+    def metrics_interval(self) -> str:
+        """The value of POLYHVD_METRICS_INTERVAL_S for ranks; by default reports cost the launcher little."""
+        size = len(self.placements) if self.elastic is None else self.elastic.limits.max_size
+        default = f"{min(max(2.0, size / 200), 60.0):g}"
+        return self.env.get(_INTERVAL, os.environ.get(_INTERVAL, default))
 
     def argv_of(self, ranks: Sequence[int]) -> list[str]:
         """The command that runs these ranks' programs."""

@@ -12,7 +12,7 @@ from polyhvd.elastic.standing import lasting
 from polyhvd.launch.job import control
 from polyhvd.observe.terminal import printable
 
-__all__ = ["add_options", "lines", "main"]
+__all__ = ["add_options", "head", "lines", "main", "query"]
 
 #: Hosts that are listed without ``--all``, and those of one state on a host.
 _HOSTS_MAX, _NAMED_MAX = 20, 16
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
 
     def ask(job: int) -> None:
-        found = _ask(job, options.timeout_s)
+        found = query(job, options.timeout_s)
         if options.json:
             print(json.dumps(found))
             return
@@ -65,17 +65,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _ask(job: int, timeout_s: float) -> dict[str, Any]:
-    found: dict[str, Any] = {"slots": [], "hosts": []}
+def query(job: int, timeout_s: float, *, metrics: bool = False) -> dict[str, Any]:
+    """Ask a job for its state.
+
+    Args:
+        job: process id of its launcher.
+        timeout_s: seconds to wait for the answer.
+        metrics: whether to ask for the metrics of its ranks, too: a list "reports".
+
+    Raises:
+        TimeoutError: no answer in time.
+        OSError: there is no such job, it has ended, or its answer is invalid.
+    """
+    found: dict[str, Any] = {"slots": [], "hosts": [], **({"reports": []} if metrics else {})}
 
     def on_reply(content: dict[str, Any]) -> None:
         for name, value in content.items():
-            if name in ("slots", "hosts") and isinstance(value, list):
-                found[name] += value
+            if name in ("slots", "hosts", "reports") and isinstance(value, list):
+                found.setdefault(name, []).extend(value)
             else:
                 found[name] = value
 
-    control.request(job, {"status": True}, on_reply, timeout_s)
+    content = {"status": True, **({"metrics": True} if metrics else {})}
+    control.request(job, content, on_reply, timeout_s)
     if "error" in found:
         raise OSError(str(found["error"]))
     if not found.pop("end", False):
@@ -91,14 +103,7 @@ def lines(found: Mapping[str, Any], now: float, *, whole: bool = False) -> Itera
         now: the time by ``time.time()``.
         whole: whether to list every host.
     """
-    kind = "elastic job" if found["elastic"] else "job"
-    yield f"{kind} {found['job']}, for {lasting(now - found['started'])}: {found['command']}"
-    since = "" if found["since"] is None else f" (for {lasting(now - found['since'])})"
-    yield f"now: {found['sentence']}{since}"
-    if found["reason"]:
-        yield f"why: {found['reason']}"
-    if found["until"] is not None:
-        yield f"ends: in {lasting(found['until'] - now)}, unless enough come (--elastic-timeout)"
+    yield from head(found, now)
     if world := found["world"]:
         size = f"{world['size']} rank{'' if world['size'] == 1 else 's'}"
         yield f"world: generation {world['generation']}, {size}, for {lasting(now - world['since'])}"
@@ -110,6 +115,23 @@ def lines(found: Mapping[str, Any], now: float, *, whole: bool = False) -> Itera
         until = "" if item["until"] is None else f" for {lasting(item['until'] - now)} more"
         yield f"{item['host']}: {item['state']}{until}{f' ({why})' if (why := item['why']) else ''}"
     yield from _places(found["slots"], now, whole=whole)
+
+
+def head(found: Mapping[str, Any], now: float) -> Iterator[str]:
+    """The first lines of an answer: which job it is, and what it does.
+
+    Args:
+        found: the answer.
+        now: the time by ``time.time()``.
+    """
+    kind = "elastic job" if found["elastic"] else "job"
+    yield f"{kind} {found['job']}, for {lasting(now - found['started'])}: {found['command']}"
+    since = "" if found["since"] is None else f" (for {lasting(now - found['since'])})"
+    yield f"now: {found['sentence']}{since}"
+    if found["reason"]:
+        yield f"why: {found['reason']}"
+    if found["until"] is not None:
+        yield f"ends: in {lasting(found['until'] - now)}, unless enough come (--elastic-timeout)"
 
 
 def _places(slots: Sequence[Mapping[str, Any]], now: float, *, whole: bool) -> Iterator[str]:
