@@ -227,13 +227,13 @@ $(STAMPS)/docs: requirements/docs.txt
 docs: $(STAMPS)/docs $(STAMPS)/base | $(VERBS)
 	NO_MKDOCS_2_WARNING=1 $(SITE_PY) -m mkdocs -q build
 
-##@ check    style: ruff, mypy, clang-format, layers, the table of collectives
+##@ check    style: ruff, mypy, clang-format, layers, the table of collectives, English
 check: $(STAMPS)/test
 	$(VENV)/bin/ruff check . $(VERBS)
 	$(VENV)/bin/ruff format --check . $(VERBS)
 	$(PY) tools/typecheck.py
 	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*/*.h polyhvd/csrc/*/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc backends/*/*/*.h backends/*/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc tests/gpu/*.cc tests/gpu/*/*.h tests/gpu/*/*.cc benchmarks/*.cc)
-	$(PY) -m pytest -q tests/test_tidy.py tests/test_verbs.py
+	$(PY) -m pytest -q tests/test_tidy.py tests/test_english.py tests/test_verbs.py
 
 BENCH ?=
 

@@ -70,7 +70,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
 
 
 def is_stale(made: str, source: str) -> bool:
-    """Whether an object is older than its source, than a header that this includes, or than the flags."""
+    """Return whether an object is older than its source, one of its headers, or the flags."""
     listed = Path(made).with_suffix(".d")
     try:
         age = Path(made).stat().st_mtime

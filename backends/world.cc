@@ -64,7 +64,7 @@ class World final : public Liveness {
   host::Resources& resources() noexcept { return resources_; }
   std::unique_ptr<Backend> make_backend(const std::string& name);
   // Before the backends are made: of tensors on GPUs, `staged` does what NCCL does not, and
-  // `between_hosts` moves bytes of CPUs where NCCL serves within hosts alone.
+  // `between_hosts` moves bytes of CPUs where NCCL serves only within hosts.
   void prepare_nccl(Backend& staged, Backend& between_hosts, const EngineOptions& options);
   std::unique_ptr<Backend> make_staged_backend(const Backend& on_cpu) {
     return std::make_unique<gpu::StagedBackend>(connections_.rank, staging_, on_cpu);

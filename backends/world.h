@@ -31,14 +31,14 @@ struct Connections {
   std::map<int, SessionKeys> control_keys;  // of each of control_fds, agreed on by its handshake
   std::map<int, SessionKeys> data_keys;     // likewise
   std::vector<std::vector<int>> process_sets;
-  // First choice first; "mpi:allreduce+broadcast" is one for these kinds alone, and "nccl?"
+  // First choice first; "mpi:allreduce+broadcast" is one for only these operations, and "nccl?"
   // one that need not be found.
   std::vector<std::string> backends{"host"};
   std::shared_ptr<mpi::Session> mpi;        // all ranks in their order; may be null
   std::vector<std::string> nccl_libraries;  // where NCCL may be, the likeliest first
   bool shares_gpus = false;                 // NCCL_MULTI_RANK_GPU_ENABLE is set
   bool hierarchical = false;                // NCCL reduces within hosts, CPUs between them
-  bool watches_deaths = true;               // see shm::DeathWatch; alike on all ranks
+  bool watches_deaths = true;               // see shm::DeathWatch; the same on all ranks
 };
 
 // Parent of a domain in the control tree; -1 for domain 0. As tree_parent() of connections.py.

@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[Sequence[Place]]:
-    """This host, or two that a cable joins; raises CannotStart where there can be no two."""
+    """This host, or two that a cable joins; raises CannotStart if two cannot be made."""
     if count == 1:
         yield here()
         return
@@ -133,7 +133,7 @@ def main() -> int:
     options = arguments()
     for name in sorted({*ALONE} & {*options.only}):
         if len(options.only) > 1:
-            raise SystemExit(f"bench: --only {name} measures jobs, one after the other; ask for it alone")
+            raise SystemExit(f"bench: --only {name} measures jobs, one after the other; pass no other --only")
         if name == "launch":
             return launch.main(options.output, quick=options.quick, priority=options.priority)
         if name == "data":

@@ -124,8 +124,8 @@ def leaves(framework: str, megabytes: int, number: int) -> list[float]:
 def floor(framework: str, megabytes: int, rounds: int) -> list[float]:
     """Milliseconds from SIGKILL of a process with as much memory to the end of file at its pipe.
 
-    The kernel frees the memory first: survivors on other hosts, who know of a death by a closed connection,
-    hear of it about as late.
+    The kernel frees the memory first: survivors on other hosts, which detect a death by a closed connection,
+    notice it about as late.
     """
     program = [sys.executable, "-m", "benchmarks.elastic_rank", framework, str(megabytes), "hold"]
     found: list[float] = []
@@ -185,7 +185,7 @@ def row(label: str, values: Sequence[float]) -> str:
     return f"| {label} | {statistics.median(values):.0f} | {spread} | {len(values)} |"
 
 
-#: What can be asked for alone.
+#: The parts that can be run separately.
 PARTS = ("own", "hosts", "peers")
 
 

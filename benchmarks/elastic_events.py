@@ -172,7 +172,7 @@ class Log:
 
 
 def _is_there(event: Event) -> bool:
-    """Whether the process that noted it lives."""
+    """Return whether the process that noted it lives."""
     try:
         state = Path(f"/proc/{event['pid']}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

@@ -26,7 +26,7 @@ def model_of(megabytes: int) -> tuple[Any, Any]:
 
 
 def train(megabytes: int, folder: Path) -> None:
-    """In a process group of PyTorch that is there: resume from the last checkpoint, and go on until told."""
+    """In an existing process group of PyTorch: resume from the last checkpoint, and train until the end."""
     import torch
     import torch.distributed as dist
 

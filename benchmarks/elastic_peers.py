@@ -1,7 +1,7 @@
 """Recovery times of others after kill -9 of a rank: torchrun's restarts, Ray Train, Horovod's elastic jobs.
 
 Three ranks of PyTorch with 102 MB, on this host or on three that are namespaces, in each peer's own way.
-Ray Train and Horovod have environments of their own, by ``make bench-peers``; who is not there is left out.
+``make bench-peers`` installs environments of Ray Train and Horovod; a peer without one is left out.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def torchrun(among: Hosts | None, folder: Path) -> Iterator[Log]:
 
 @contextlib.contextmanager
 def ray_train(among: Hosts | None, folder: Path) -> Iterator[Log]:
-    """A cluster of this host alone, and a trainer that fails as often as it likes."""
+    """Start a cluster on only this host, and a trainer that may fail any number of times."""
     command = [_python_of("ray"), *_program("ray", folder)]
     env = _environment(BENCH_RANKS=str(RANKS), RAY_USAGE_STATS_ENABLED="0", RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
     log = Log(folder, command, cwd=ROOT, env=env)

@@ -257,7 +257,7 @@ def leave(hvd: Any, events: Events, number: int) -> Callable[[Any, float], float
 
 
 def least_of(seconds: float) -> float:
-    """The least of what the ranks say: alike on all."""
+    """Return the smallest value of all ranks, on each of them."""
     from polyhvd.collectives.objects import allgather_object
 
     return min(allgather_object(seconds, name="elapsed"))

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kWarmUpCalls = 50;
 
-// callgrind collects in this function alone: by its name.
+// callgrind collects only in this function, by its name.
 [[gnu::noinline]] void counted_calls(Engine& engine, std::vector<float>& values, int calls) {
   for (int i = 0; i < calls; ++i) {
     engine.wait(engine.submit(test::allreduce("gradient", values), true));

@@ -1,4 +1,4 @@
-"""Measures several peers in turns, so that the machine's noise falls on all alike."""
+"""Measures several peers in turns, so that the machine's noise affects all equally."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Column:
         self.samples = {name: Sample() for name in self.counts}
 
     def is_done(self, turn: int) -> bool:
-        """Whether there are enough blocks, and enough quiet ones or no time for more."""
+        """Return whether there are enough blocks, and enough quiet ones or no time for more."""
         if turn < self.effort.rounds:
             return False
         samples = self.samples.values()

@@ -2,8 +2,8 @@
 
 What polyhvdrun adds to two bare interpreters, both measured in turns; and, where eight hosts can be made of
 namespaces, how soon after the last of 64 ranks has imported everything all of them are in. Modules are
-compiled before, as an installation does it. Where the machine has other work its load is told, and --priority
-has all that is measured go first.
+compiled before, as an installation does it. If the machine has other work, its load is printed; --priority
+raises the priority of the measured processes.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _hosts() -> Iterator[tuple[list[str], list[str]]]:
 
 
 def entry(before: Sequence[str], options: Sequence[str]) -> float:
-    """Start a job there, and read what its ranks say."""
+    """Start a job there, and read the output of its ranks."""
     patient = ["--start-timeout", "200", "--no-tag"]
     command = [*before, *polyhvdrun(), *options, *patient, sys.executable, "-c", ENTERING]
     done = subprocess.run(

@@ -92,7 +92,7 @@ def openmpi_launcher() -> str:
 
 
 def horovod_versions(python: str, transport: str) -> str:
-    """Those of Horovod and PyTorch in that Python; raises CannotStart where Horovod lacks the transport."""
+    """Return the versions of Horovod and PyTorch in that Python; raises CannotStart without the transport."""
     asked = subprocess.run(
         [python, "-c", HOROVOD_VERSIONS], stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
@@ -228,7 +228,7 @@ class Launcher:
         self._popen(self.places[0], [*command, *self.rank_command], env)
 
     def _in_horovods_python(self, transport: str) -> None:
-        """Have the ranks run by the Python that the driver was told of, which has Horovod."""
+        """Have BENCH_HOROVOD, a Python with Horovod, run the ranks."""
         self.versions = horovod_versions(os.environ["BENCH_HOROVOD"], transport)
         self.rank_command[0] = os.environ["BENCH_HOROVOD"]
 

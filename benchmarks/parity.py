@@ -1,8 +1,8 @@
 """The cost of watching: ``python -m benchmarks --only parity``.
 
-A step of a network of three dense layers on two ranks, alone and with ``parity.watch``, in blocks that take
+A step of a network of three dense layers on two ranks, with and without ``parity.watch``, in blocks that take
 turns in the same processes; and with hooks that do nothing, which is the least that any watch costs. Ranks
-have one thread each, and an optimizer with momentum of their own: where gradients are averaged, steps are
+have one thread each, and an optimizer with momentum for each: where gradients are averaged, steps are
 longer, and what a watch adds is the same.
 """
 

@@ -1,4 +1,4 @@
-"""A rank of a peer: connects to the driver, and does what it is told until the connection ends.
+"""A rank of a peer: connects to the driver, and executes its commands until the connection ends.
 
 ``python -m benchmarks.rank PEER``, started by launchers.py.
 """
@@ -37,7 +37,7 @@ def timed(call: Call, count: int) -> list[float]:
 
 @contextlib.contextmanager
 def first_in_line() -> Iterator[None]:
-    """Give all threads of this process the highest of ordinary priorities, if the driver was told to."""
+    """Give all threads of this process the highest of ordinary priorities, if BENCH_PRIORITY=1."""
     if os.environ.get("BENCH_PRIORITY") != "1":
         yield
         return
@@ -49,7 +49,7 @@ def first_in_line() -> Iterator[None]:
 
 
 def pin(rank: int) -> None:
-    """Keep this process, and all threads that it has or will have, on one core, if the driver was told to."""
+    """Keep this process, and all threads that it has or will have, on one core, if BENCH_PIN=1."""
     if os.environ.get("BENCH_PIN") == "1":
         cores = sorted(os.sched_getaffinity(0))
         for thread in os.listdir("/proc/self/task"):

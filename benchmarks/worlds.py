@@ -72,7 +72,7 @@ class World:
                     raise
 
     def _accept(self, listener: Listener) -> list[Connection]:
-        # Listener has no timeout of its own.
+        # Listener has no timeout.
         listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
         deadline = time.monotonic() + START_TIMEOUT_S
         waiting: list[Connection] = []

@@ -1,4 +1,4 @@
-"""A small convolutional network in JAX alone, trained on handwritten digits with a compiled step.
+"""A small convolutional network in plain JAX, trained on handwritten digits with a compiled step.
 
 On two ranks::
 

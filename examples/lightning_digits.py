@@ -56,7 +56,7 @@ class Digits(lightning.LightningModule):
 
 
 class Lines(lightning.Callback):
-    """Tells of each epoch."""
+    """Prints a line for each epoch."""
 
     def on_train_batch_end(self, *_):
         progress.step()

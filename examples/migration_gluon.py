@@ -1,6 +1,6 @@
 """ResNet-18 on Fashion-MNIST in Gluon: the script that moves to PyTorch or Keras.
 
-Alone, or in a job with the other two, of which each rank trains on its part of the images
+Run it by itself, or in a job with the other two, in which each rank trains on its part of the images
 (docs/moving-from-mxnet.md)::
 
     polyhvdrun -np 1 python examples/migration_gluon.py : -np 1 python examples/migration_torch.py
@@ -8,7 +8,7 @@ Alone, or in a job with the other two, of which each rank trains on its part of 
 
 import common
 import migration_model
-import polyhvd.mxnet as hvd  # first: MXNet alone does not import under newer versions of NumPy
+import polyhvd.mxnet as hvd  # before mxnet, which newer versions of NumPy break
 
 # isort: split
 import mxnet as mx

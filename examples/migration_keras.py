@@ -1,6 +1,6 @@
 """ResNet-18 on Fashion-MNIST in Keras: examples/migration_gluon.py, moved.
 
-Alone, or in a job with ranks of the others (docs/moving-from-mxnet.md).
+Run it by itself, or in a job with ranks of the other scripts (docs/moving-from-mxnet.md).
 """
 
 import common

@@ -1,10 +1,10 @@
 """ResNet-18 in Gluon, PyTorch and Keras: one network, the same layers in the same order.
 
-Each function imports its framework itself: ``polyhvd parity migrate`` calls each in a process of its own::
+Each function imports its framework, because ``polyhvd parity migrate`` calls each in a separate process::
 
     polyhvd parity migrate resnet18.params resnet18.pt --model examples/migration_model.py
 
-docs/moving-from-mxnet.md goes through it.
+docs/moving-from-mxnet.md explains the steps.
 """
 
 import numpy as np

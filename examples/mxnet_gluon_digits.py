@@ -6,7 +6,7 @@ On two ranks::
 """
 
 import common
-import polyhvd.mxnet as hvd  # first: MXNet alone does not import under newer versions of NumPy
+import polyhvd.mxnet as hvd  # before mxnet, which newer versions of NumPy break
 
 # isort: split
 import mxnet as mx

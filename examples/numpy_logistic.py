@@ -1,4 +1,4 @@
-"""Logistic regression in NumPy alone: what data parallelism is, with nothing in between.
+"""Logistic regression in plain NumPy: the smallest example of data parallelism.
 
 On two ranks::
 

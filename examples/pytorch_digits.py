@@ -19,7 +19,7 @@ args = common.arguments("digits with PyTorch", epochs=15, batch_size=16, lr=0.02
 hvd.init()
 torch.manual_seed(args.seed)
 
-# The sampler gives every rank its own part of the images, shuffled anew in each epoch.
+# The sampler gives every rank its own part of the images, shuffled again in each epoch.
 train, test = common.load(args.data)
 images = TensorDataset(torch.from_numpy(train.pixels).unsqueeze(1), torch.from_numpy(train.labels))
 sampler = DistributedSampler(images, hvd.size(), hvd.rank(), seed=args.seed, drop_last=True)

@@ -1,4 +1,4 @@
-"""A small convolutional network in TensorFlow, trained by a loop of its own on handwritten digits.
+"""A small convolutional network in TensorFlow, trained by a custom loop on handwritten digits.
 
 On two ranks::
 

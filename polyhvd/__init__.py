@@ -62,7 +62,7 @@ def rank() -> int:
     Example::
 
         if hvd.rank() == 0:
-            print("only one rank says this")
+            print("only one rank prints this")
     """
     return _current.placement().rank
 
@@ -133,7 +133,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of ranks.
+    """Return whether every host has the same number of ranks.
 
     Raises:
         NotInitializedError: before ``init()``, or after ``shutdown()``.

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether MPI's library is on this machine.
+    """Return whether MPI's library is on this machine.
 
     Args:
         verbose: accepted for Horovod's sake; has no effect.
@@ -40,7 +40,7 @@ def mpi_built(verbose: bool = False) -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether the ranks of this job have met through MPI; False before ``init()``.
+    """Return whether the ranks of this job have met through MPI; False before ``init()``.
 
     Example::
 
@@ -51,7 +51,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads, beside polyhvd's: by mpi4py, say.
+    """Return whether the program may call MPI (for example through mpi4py) while polyhvd's threads do.
 
     Raises:
         NotInitializedError: before ``init()``, as in Horovod.
@@ -66,7 +66,7 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Whether CPU tensors are served without MPI: yes, by polyhvd's own shared memory and TCP.
+    """Return whether CPU tensors are served without MPI: yes, by polyhvd's own shared memory and TCP.
 
     Scripts assert ``hvd.gloo_built() or hvd.mpi_built()`` to know that some transport is there. Gloo itself
     is not used.
@@ -82,7 +82,7 @@ def gloo_built(verbose: bool = False) -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Whether this job runs without MPI. See :func:`gloo_built`.
+    """Return whether this job runs without MPI. See :func:`gloo_built`.
 
     Example::
 
@@ -92,7 +92,7 @@ def gloo_enabled() -> bool:
 
 
 def gpu_available(ext_base_name: str | None = None, verbose: bool = False) -> bool:
-    """Whether a framework of this process can use a GPU.
+    """Return whether a framework of this process can use a GPU.
 
     Args:
         ext_base_name: "torch", "tensorflow", "mxnet" or "cupy"; None asks all that have been imported.
@@ -138,7 +138,7 @@ def nccl_built(verbose: bool = False) -> int:
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """Whether IBM's DDL can serve: no.
+    """Return whether IBM's DDL can serve: no.
 
     Args:
         verbose: accepted for Horovod's sake; has no effect.
@@ -151,7 +151,7 @@ def ddl_built(verbose: bool = False) -> bool:
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """Whether Intel's oneCCL can serve: no.
+    """Return whether Intel's oneCCL can serve: no.
 
     Args:
         verbose: accepted for Horovod's sake; has no effect.
@@ -164,7 +164,7 @@ def ccl_built(verbose: bool = False) -> bool:
 
 
 def cuda_built(verbose: bool = False) -> bool:
-    """Whether tensors on NVIDIA's GPUs are served: where CUDA's driver is on this machine.
+    """Return whether tensors on NVIDIA's GPUs are served: where CUDA's driver is on this machine.
 
     Args:
         verbose: accepted for Horovod's sake; has no effect.
@@ -177,7 +177,7 @@ def cuda_built(verbose: bool = False) -> bool:
 
 
 def rocm_built(verbose: bool = False) -> bool:
-    """Whether tensors on AMD's GPUs are served: no; move them with ``.cpu()``.
+    """Return whether tensors on AMD's GPUs are served: no; move them with ``.cpu()``.
 
     Args:
         verbose: accepted for Horovod's sake; has no effect.

@@ -1,5 +1,6 @@
-"""The configuration: one table, of what a launcher tells its ranks and of the settings. Nothing else reads
-the environment, but the launcher, which makes it.
+"""The configuration: one table of the variables that a launcher sets for its ranks, and of the settings.
+
+No other module reads the environment, except for the launcher, which creates that of the ranks.
 
 Every variable is accepted as ``POLYHVD_<NAME>`` and as ``HOROVOD_<NAME>``; the former wins. Those
 of Horovod that have nothing to set here stand in the table as well, with the reason.
@@ -124,10 +125,10 @@ def _backends(text: str) -> tuple[str, ...]:
         name, colon, kinds = item.partition(":")
         name = _HOST_NAMES.get(name, name)
         if name.removesuffix("?" * name.startswith("nccl")) not in _BACKENDS or (name == "host" and colon):
-            raise ValueError(f"{name!r} is no backend; known are {', '.join(_BACKENDS)}")
+            raise ValueError(f"{name!r} is not a backend; known are {', '.join(_BACKENDS)}")
         for kind in kinds.split("+") if colon else ():
             if kind not in _KINDS:
-                raise ValueError(f"{kind!r} is no operation; known are {', '.join(_KINDS)}")
+                raise ValueError(f"{kind!r} is not an operation; known are {', '.join(_KINDS)}")
         chosen.append(name + colon + kinds)
     # Whoever says how CPUs are served says nothing about GPUs, but for the plain word `host`.
     if "host" not in items and not any(item.startswith("nccl") for item in chosen):
@@ -491,7 +492,7 @@ class Settings(_Table):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether NCCL is told to have several ranks on one GPU, by a variable of its own."""
+        """Whether NCCL's own variable allows several ranks on one GPU."""
         return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0").strip() not in ("", "0")
 
     @property
@@ -535,7 +536,7 @@ _LAUNCHER = "For Horovod's launchers; polyhvdrun has its own ways."
 
 _INEFFECTIVE = (
     Ineffective(
-        "ADASUM_MPI_CHUNK_SIZE", "Adasum runs on the host backend, in chunks of its own; MPI does not do it."
+        "ADASUM_MPI_CHUNK_SIZE", "Adasum runs on the host backend, which chooses its chunks, not on MPI."
     ),
     Ineffective(
         "BATCH_D2D_MEMCOPIES",
@@ -562,8 +563,8 @@ _INEFFECTIVE = (
     Ineffective("SPARK_*", _LAUNCHER),
     Ineffective(
         "TORUS_ALLREDUCE",
-        "NCCL chooses its own algorithms. On CPUs each rank of a host already reduces a slice of its own, "
-        "and swaps it with its like on other hosts.",
+        "NCCL chooses its own algorithms. On CPUs each rank of a host already reduces one slice, "
+        "and exchanges it with the ranks that have the same slice on other hosts.",
     ),
     *(
         Ineffective(name, _BUILD)
@@ -585,7 +586,7 @@ class MpiLaunch:
 
 
 def mpi_launch(environ: Mapping[str, str] | None = None) -> MpiLaunch | None:
-    """Whether a launcher of MPI has started this process."""
+    """Return whether a launcher of MPI has started this process."""
     environ = os.environ if environ is None else environ
     for launcher, rank, size in MPI_LAUNCHERS:
         if environ.get(rank, "").isdecimal():

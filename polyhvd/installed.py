@@ -1,6 +1,6 @@
 """The frameworks that polyhvd has adapters for, and errors for the import of one that is not installed.
 
-Facts about a framework that can be read without importing it are in framework.py of its folder alone.
+Facts about a framework that can be read without importing it are only in framework.py of its folder.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _read(path: Path) -> ModuleType:
 
 
 def has_core(folder: Path) -> bool:
-    """Whether a folder of the package holds its compiled core."""
+    """Return whether a folder of the package holds its compiled core."""
     return any(folder.glob("_core*.so"))
 
 
@@ -160,7 +160,7 @@ def without_core(folder: Path) -> ImportError:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there to be imported; imports nothing."""
+    """Return whether a package is there to be imported; imports nothing."""
     if package in sys.modules:
         return True
     spec = find_spec(package)
@@ -247,7 +247,7 @@ def modules_with(name: str) -> list[str]:
 
 
 def advice_on(name: str) -> str:
-    """What the error of a name that only modules of frameworks have says in addition; empty: none has it."""
+    """Return what to add to the error for a name that only modules of frameworks have; empty: none has it."""
     modules = modules_with(name)
     if not modules:
         return ""

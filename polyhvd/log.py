@@ -32,7 +32,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def configure(settings: Settings, rank: int) -> None:
-    """Give the logger its level and form; a level that the program has set gives way to LOG_LEVEL alone."""
+    """Give the logger its level and form; only LOG_LEVEL overrides a level that the program has set."""
     logging.addLevelName(_TRACE, "TRACE")
     if _LOG.level == logging.NOTSET or settings.log_level != Settings.log_level:
         _LOG.setLevel(_LEVELS[settings.log_level])
@@ -49,4 +49,4 @@ def report_unknown() -> None:
     """Warn of each variable with our prefixes that the table of configuration does not know."""
     for variable, nearest in unknown().items():
         hint = f"did you mean {nearest}?" if nearest else "for a list, run: polyhvd docs configuration"
-        _LOG.warning("%s is set, but is no variable of polyhvd or Horovod; %s", variable, hint)
+        _LOG.warning("%s is set, but is not a variable of polyhvd or Horovod; %s", variable, hint)

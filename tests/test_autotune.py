@@ -189,7 +189,7 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_other_files_are_no_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
     assert cli.main(["autotune", str(tmp_path / "x.csv")]) == 1
-    assert "is no log of POLYHVD_AUTOTUNE_LOG" in capsys.readouterr().err
+    assert "is not a log of POLYHVD_AUTOTUNE_LOG" in capsys.readouterr().err
 
 
 def train_until_tuned() -> tuple[bool, dict[str, int], int]:

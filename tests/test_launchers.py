@@ -151,12 +151,15 @@ def test_several_hosts_without_a_secret_are_told_what_to_add() -> None:
     ("environ", "message"),
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is not below the size 2"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "does not say where rank 0 is (RANK=1, WORLD_SIZE=2)"),
-        ({"JOB_COMPLETION_INDEX": "1"}, "does not say of how many; set POLYHVD_SIZE"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "does not contain the address of rank 0 (RANK=1, WORLD_SIZE=2)"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "but not set their number; set POLYHVD_SIZE"),
         ({**MXNET, "DMLC_NUM_WORKER": "two"}, "DMLC_NUM_WORKER='two': must be a number"),
         ({**TORCHRUN, "POLYHVD_SECRET": "zz"}, "POLYHVD_SECRET: the job's secret must be hexadecimal"),
         ({**TORCHRUN, "POLYHVD_SECRET_FILE": "/nowhere"}, "POLYHVD_SECRET_FILE=/nowhere: No such file"),
-        ({**TORCHRUN, "POLYHVD_CONTROLLER": "mpi"}, "is alone for MPI, but torchrun says rank 1 of 2"),
+        (
+            {**TORCHRUN, "POLYHVD_CONTROLLER": "mpi"},
+            "MPI has started only this process, but torchrun gives rank 1 of 2",
+        ),
     ],
 )
 def test_what_cannot_be_joined_is_told_in_a_line(environ: dict[str, str], message: str) -> None:

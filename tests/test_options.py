@@ -57,8 +57,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"groups": -1}, "groups=-1: expected an integer of 0 or more, or a list of lists of parameters"),
     ({"groups": [["a"], "b"]}, "groups[1]: expected a list of parameters, found str"),
-    ({"num_groups": 2, "groups": 2}, "num_groups=2 and groups exclude each other; pass groups alone"),
-    ({"num_groups": 2, "groups": []}, "num_groups=2 and groups exclude each other; pass groups alone"),
+    ({"num_groups": 2, "groups": 2}, "num_groups=2 and groups exclude each other; pass only groups"),
+    ({"num_groups": 2, "groups": []}, "num_groups=2 and groups exclude each other; pass only groups"),
     (
         {"compression": OneWay()},
         "compression=OneWay(): expected an object with compress() and decompress(), such as "

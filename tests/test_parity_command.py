@@ -119,7 +119,7 @@ def test_two_frameworks_that_differ_are_told_apart_by_layer_step_and_kind(tmp_pa
     assert done.returncode == STATUSES["differ"], done.stderr
     differing = [check for check in json.loads(out.read_text())["checks"] if not check["agree"]]
     assert [check["name"] for check in differing] == [
-        "torch against numpy: alone, without polyhvd",
+        "torch against numpy: one process, without polyhvd",
         "torch against numpy: 2 ranks",
     ]
     first = differing[0]["first"]

@@ -1,7 +1,7 @@
 """Seeded defects: runs `polyhvd parity` on each, and says whether it has found it, and where.
 
 ``python tools/defects.py`` runs all of tests/defects, holds what the command reports against the truth that
-stands in each file, and writes the table in docs/parity.md. With names it runs these alone, and writes
+stands in each file, and writes the table in docs/parity.md. With names it runs only these, and writes
 nothing. A defect is a program as a user would write it, and knows nothing of what looks for it.
 ``--control`` runs the same programs without their defects, in which nothing may be found.
 """
@@ -43,7 +43,7 @@ KINDS = {
     "learning rate": {"learning rate"},
     "update": {"update"},
 }
-#: Of 24 defects 22 have to be told with their place.
+#: Of 24 defects, at least 22 must be reported with their place.
 LOCATED_MIN = 22 / 24
 AGREE, FOUND = 0, {1, 6, 7, 8}
 FAULT = "FAULT = True\n"
@@ -58,7 +58,7 @@ class Defect:
         about: what the programmer did.
         case: what is trained.
         within: the framework whose program is wrong.
-        layer: counted as docs/parity.md does; "all": each alike; None: in no layer.
+        layer: counted as docs/parity.md does; "all": every layer; None: in no layer.
         step: the first one in which it shows.
         kind: one of :data:`KINDS`.
         frameworks: of a case, separated by commas; empty: it is a script.
@@ -118,7 +118,7 @@ class Finding:
 
     @property
     def detected(self) -> bool:
-        """Whether it has said that something is wrong with the training."""
+        """Whether the command has reported a fault in the training."""
         return self.status in FOUND
 
     @property
@@ -270,7 +270,7 @@ def write(findings: Sequence[Finding], document: Path = DOCUMENT) -> None:
 
 
 def enough(findings: Sequence[Finding]) -> bool:
-    """Whether all are detected, and as many located as have to be."""
+    """Return whether all are detected, and as many located as have to be."""
     located = sum(found.located for found in findings)
     return all(found.detected for found in findings) and located >= math.ceil(LOCATED_MIN * len(findings))
 

@@ -35,7 +35,12 @@ FRAMEWORKS = (
     "tests/examples",
 )
 #: Tests of tf_keras, which has an environment of the matrix, and of the sources, which make check has.
-ELSEWHERE = ("tests/tensorflow/test_tensorflow_keras2.py", "tests/test_tidy.py", "tests/test_verbs.py")
+ELSEWHERE = (
+    "tests/tensorflow/test_tensorflow_keras2.py",
+    "tests/test_tidy.py",
+    "tests/test_english.py",
+    "tests/test_verbs.py",
+)
 _INTERRUPTED, _NOTHING_COLLECTED = 2, 5  # exit statuses of pytest
 _LAST_LINES = 50
 

@@ -77,7 +77,7 @@ const char* advice_for(Code code) {
   if (code == kOutOfMemory) return "; free some, or take smaller batches";
   if (code < kFirstBroken || code > kLastBroken) return "";
   return "; the GPU serves this process no more, and whatever ran on it before may be why: "
-         "compute-sanitizer tells";
+         "run it with compute-sanitizer";
 }
 
 // For cleanup: the driver may have ended before, and an error could not be handled.

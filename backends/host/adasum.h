@@ -21,7 +21,7 @@ static_assert(sizeof(InnerProducts) == 3 * sizeof(double), "summed over ranks as
 // Whether Adasum is defined for a type: the floating ones.
 bool supports_adasum(DType dtype) noexcept;
 
-// `dtype` is kFloat32 or kFloat64. In double, and in an order that depends on `count` alone.
+// `dtype` is kFloat32 or kFloat64. In double, and in an order that depends only on `count`.
 InnerProducts inner_products(DType dtype, const std::byte* a, const std::byte* b,
                              std::size_t count) noexcept;
 

@@ -17,7 +17,7 @@ inline constexpr std::size_t kOutputsPastCachesMin = 4 << 20;
 
 class Cursor {
  public:
-  // `in` and `out` are cut alike, and outlive the cursor.
+  // `in` and `out` are cut in the same way, and outlive the cursor.
   Cursor(Segments in, Segments out, std::size_t at = 0) : in_(in), out_(out) { skip(at); }
 
   // From now on outputs are written past the caches.

@@ -35,7 +35,7 @@ struct Resources {
   Tuning tuning;          // the driver's
   // Moves control traffic along, between the steps of a long transfer.
   std::function<void()> overlap = [] {};
-  // Staged by this rank, or read from others' memory; the latter alone. Any thread reads them.
+  // Bytes staged by this rank or read from others' memory; only bytes read. Any thread reads them.
   std::atomic<std::uint64_t> shm_bytes{0};
   std::atomic<std::uint64_t> cma_bytes{0};
 };

@@ -3,7 +3,7 @@
 //
 // Terms are added in the order of `sources`, from left to right, and half types
 // are widened to float before and narrowed once after. So the result depends on
-// the order of the sources alone, not on count, alignment or instruction set, nor
+// only the order of the sources, not on count, alignment or instruction set, nor
 // on the flush-to-zero and rounding modes of the calling thread, which it keeps.
 #pragma once
 

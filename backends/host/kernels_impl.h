@@ -176,7 +176,7 @@ struct InOrder {
 };
 
 // Half types with the even elements of a vector in one accumulator and the odd
-// ones in the next: masks and shifts alone, no shuffles.
+// ones in the next: only masks and shifts, no shuffles.
 template <class Format>
 struct EvenOdd {
   using Item = float;
@@ -308,7 +308,7 @@ POLYHVD_INLINE Vec<T, sizeof(T) * kDoubles> truncate(Vec<double> v) {
   const Vec<double> least = Vec<double>{} + static_cast<double>(kLeast);
   v = v > least ? v : least;
   if constexpr (sizeof(T) == 8) {
-    // One more than the most, which is no double itself.
+    // One more than the most, which is not a double itself.
     constexpr double kBound = std::is_signed_v<T> ? 0x1p63 : 0x1p64;
     const Result inside = __builtin_convertvector(v < kBound ? v : Vec<double>{}, Result);
     return v < kBound ? inside : Result{} + kMost;

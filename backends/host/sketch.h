@@ -2,7 +2,7 @@
 //
 // Element i belongs to row i / 64 and column i % 64. All is computed in double, each column
 // from its first row to its last, and columns from the first to the last. So the result
-// depends on values and places alone, not on alignment or instruction set, nor on the
+// depends only on values and places, not on alignment or instruction set, nor on the
 // flush-to-zero and rounding modes of the calling thread, which it keeps.
 #pragma once
 
@@ -21,7 +21,7 @@ struct Sketch {
   std::uint64_t not_finite = 0;         // NaNs and infinities, which count as 0 in the sums
 };
 
-// Bit j is set where the sign of column j is minus. Rows have signs of their own, without
+// Bit j is set where the sign of column j is minus. Each row has other signs, without
 // a period.
 constexpr std::uint64_t signs_of_row(std::uint64_t row) noexcept {
   // S. Vigna's SplitMix64, from the row as its state.

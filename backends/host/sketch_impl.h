@@ -37,7 +37,7 @@ template <class T>
 // The bits of a row's signs from column `first` on, each in the place of a double's sign.
 [[gnu::always_inline]] inline Words signs_from(std::uint64_t row, std::size_t first) {
   constexpr std::uint64_t kSign = std::uint64_t{1} << 63;
-  if constexpr (kLanes == 2) {  // SSE2 cannot shift each lane by a number of its own
+  if constexpr (kLanes == 2) {  // SSE2 cannot shift each lane by a different number
     static constexpr std::uint64_t kMasks[4][2] = {{0, 0}, {kSign, 0}, {0, kSign}, {kSign, kSign}};
     const auto& mask = kMasks[(row >> first) & 3];
     return Words{mask[0], mask[1]};

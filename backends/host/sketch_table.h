@@ -14,7 +14,7 @@ namespace polyhvd::host {
 // Rows of 64 elements that follow each other; see sketch_of().
 struct SketchJob {
   const std::byte* from;
-  const std::byte* less;  // read by floats_less and doubles_less alone
+  const std::byte* less;  // read only by floats_less and doubles_less
   const std::uint64_t* signs;
   std::size_t rows;
   double* squares;  // 64 each; rows are added to them

@@ -13,7 +13,7 @@ namespace polyhvd::host {
 inline constexpr std::uint32_t kChunkBytesMin = 4 << 10;
 
 // How an operation's bytes are cut: one slice per owner, in chunks. Computed from
-// what was agreed alone, hence equal on all ranks.
+// only what was agreed, so it is equal on all ranks.
 struct Slices {
   std::size_t total;
   std::size_t slice;

@@ -37,7 +37,7 @@ class BlockingCall {
  private:
   std::string name_;  // of MPI's function
   std::function<void()> call_;
-  std::optional<Error> error_;         // before finished_ is true the thread's alone
+  std::optional<Error> error_;         // only the thread's before finished_ is true
   std::atomic<bool> finished_{false};  // set under the mutex, for threads that sleep
   mutable OrderedMutex<LockRank::mpi_call> mutex_;
   mutable OrderedCondition returned_;

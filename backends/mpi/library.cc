@@ -322,7 +322,7 @@ std::string path_of(void* library, const std::string& name) {
 std::shared_ptr<Library> bind(void* library, const std::string& name) {
   const auto ask =
       reinterpret_cast<int (*)(char*, int*)>(dlsym(library, "MPI_Get_library_version"));
-  if (ask == nullptr) throw Failure(ErrorCode::kInvalidArgument, "it is no MPI library");
+  if (ask == nullptr) throw Failure(ErrorCode::kInvalidArgument, "it is not an MPI library");
   std::array<char, kTextBytes> text{};
   int length = 0;
   ask(text.data(), &length);

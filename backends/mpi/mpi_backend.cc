@@ -69,7 +69,7 @@ void Resources::await(const BlockingCall& call, Deadline deadline) {
   call.check();
 }
 
-// Depends on what all ranks have in common alone: they have to choose alike.
+// Depends only on what all ranks have in common: they must make the same choice.
 bool MpiBackend::supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const {
   if (resources_.reproducible()) return bytes_only_.supports(kind, dtype, op, device);
   return bytes_only_.supports(kind, dtype, op, device) &&

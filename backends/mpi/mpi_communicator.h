@@ -1,5 +1,5 @@
 // Collectives of one process set, each as rounds of MPI's non-blocking ones. A round is
-// packed into memory of our own, so that MPI never writes to a tensor after its operation
+// packed into our memory, so that MPI never writes to a tensor after its operation
 // has failed, and so that counts fit into MPI's int. While MPI moves one round, the next is
 // packed.
 //

@@ -27,8 +27,8 @@ class MpiTransport final : public Transport {
   std::unique_ptr<Flight> spare();
 
   Resources& resources_;
-  // Messages go through memory of our own, so that a wait that is given up leaves the
-  // caller's memory alone.
+  // Messages go through our memory, so that a wait that is given up does not touch the
+  // caller's memory.
   std::unique_ptr<Flight> sending_ = std::make_unique<Flight>();
   std::unique_ptr<Flight> receiving_ = std::make_unique<Flight>();
   std::map<int, std::deque<std::unique_ptr<Flight>>> posted_;  // by rank

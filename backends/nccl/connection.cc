@@ -29,8 +29,9 @@ Result Connection::state() const {
 
 Error Connection::error_of(const char* what, Result result) const {
   return {result == Result::kRemoteError ? ErrorCode::kPeerLost : ErrorCode::kInternal,
-          label_ + ": " + what + " of NCCL " + version_text(library_->version()) + " failed: " +
-              library_->words(result, comm_) + "; NCCL_DEBUG=WARN in the environment tells more"};
+          label_ + ": " + what + " of NCCL " + version_text(library_->version()) +
+              " failed: " + library_->words(result, comm_) +
+              "; set NCCL_DEBUG=WARN in the environment for details"};
 }
 
 void Connection::settle(const char* what, Parking& parking, Deadline deadline) {

@@ -47,7 +47,7 @@ Functions load(void* library) {
 
 std::shared_ptr<const Library> bind(void* library, const std::string& name) {
   void* const symbol = dlsym(library, "ncclGetVersion");
-  if (symbol == nullptr) throw Failure(ErrorCode::kInvalidArgument, "it is no NCCL");
+  if (symbol == nullptr) throw Failure(ErrorCode::kInvalidArgument, "it is not NCCL");
   int version = 0;
   reinterpret_cast<Result (*)(int*)>(symbol)(&version);
   if (version < kVersionMin) {
@@ -80,7 +80,7 @@ void Library::check(const char* function, Result result, Comm comm) const {
   if (result == Result::kSuccess || result == Result::kInProgress) return;
   throw Failure(ErrorCode::kInternal, std::string(function) + " of NCCL " + version_text(version_) +
                                           " (" + path_ + ") failed: " + words(result, comm) +
-                                          "; NCCL_DEBUG=WARN in the environment tells more");
+                                          "; set NCCL_DEBUG=WARN in the environment for details");
 }
 
 std::shared_ptr<const Library> open_library(std::span<const std::string> names) {

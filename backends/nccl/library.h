@@ -41,7 +41,7 @@ enum class DataType : int {
   kBfloat16 = 9,
 };
 
-// Those that are made get numbers of their own.
+// Operations that are created get other numbers.
 enum class RedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3 };
 inline constexpr int kScalarHostImmediate = 1;
 

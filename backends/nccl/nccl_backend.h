@@ -1,6 +1,6 @@
-// The backend for tensors on GPUs that moves them with NCCL, on a stream of its own and without
-// waiting for the GPU. What NCCL cannot do alike goes through memory of the host, which another
-// backend stages.
+// The backend for tensors on GPUs that moves them with NCCL, on a separate stream and without
+// waiting for the GPU. What NCCL cannot do in the same way goes through memory of the host, which
+// another backend stages.
 #pragma once
 
 #include <atomic>

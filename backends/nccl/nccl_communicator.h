@@ -1,5 +1,5 @@
 // Collectives of one process set on GPUs. Each rank announces at the first one what it has, and all
-// of them decide alike: NCCL connects them, or everything is staged. After that a call gives
+// of them decide the same: NCCL connects them, or everything is staged. After that a call gives
 // work to a stream and returns.
 //
 // How NCCL associates the terms of a sum is its own affair, and factors are applied before it,

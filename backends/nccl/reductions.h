@@ -18,7 +18,7 @@ struct LibraryReduction {
 };
 
 // Nothing where NCCL does not do it: 16-bit integers, Adasum, factors other than of a sum of
-// floats, and factors that the type cannot hold. Depends on its arguments alone.
+// floats, and factors that the type cannot hold. Depends only on its arguments.
 std::optional<LibraryReduction> reduction_of(DType dtype, ReduceOp op, Scale scale);
 
 }  // namespace polyhvd::nccl

@@ -1,4 +1,4 @@
-// Tells of a dead process of this host before its sockets close: the kernel first marks the locks
+// Reports a dead process of this host before its sockets close: the kernel first marks the locks
 // that its threads have held, then frees its memory, which takes a while, and then closes its
 // files.
 #pragma once
@@ -23,9 +23,9 @@ namespace polyhvd::shm {
 // process keeps its word, and a forked one has none.
 //
 // While it holds its word, the thread sleeps on that of one other rank: the next one in a ring that
-// has not let go of its own. If ranks die, the one before a dead rank lives, or no rank is left to
-// notify; and a world ends with its first death. So it is one thread for a rank and one wake-up for
-// a death, whatever the number of ranks, and nothing on the way of an operation.
+// has not released its own word. If ranks die, the one before a dead rank lives, or no rank is left
+// to notify; and a world ends with its first death. So it is one thread for a rank and one wake-up
+// for a death, whatever the number of ranks, and nothing on the way of an operation.
 //
 // Where the kernel refuses the list, the word stays free, and a death is known by its sockets. So
 // it is without this object, in jobs that end with their first death: the launcher is to see the

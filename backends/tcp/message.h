@@ -33,7 +33,7 @@ struct MessageHeader {
 static_assert(sizeof(MessageHeader) == 24);
 
 // The header's CRC-32C, gone on with over the bytes where they are summed: so it
-// belongs to this message alone.
+// belongs only to this message.
 using MessageTail = std::uint32_t;
 
 // Bytes that a reason for the end may have on its way to a peer.

@@ -33,7 +33,7 @@ _collectives = Collectives(JaxAdapter())
 
 
 def _is_recorded(tensors: Arrays) -> bool:
-    """Whether the arrays are none that can be sent now."""
+    """Return whether the arrays are none that can be sent now."""
     return traced.is_staging() or any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
 

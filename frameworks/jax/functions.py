@@ -25,7 +25,7 @@ __all__ = ["Compression", "JaxFunctions", "functions", "is_traced"]
 
 
 def is_traced(tensors: Sequence[Any]) -> bool:
-    """Whether arrays are not there yet, or what is done with them is recorded."""
+    """Return whether arrays are not there yet, or what is done with them is recorded."""
     return any(isinstance(tensor, jax.core.Tracer) for tensor in tensors) or traced.is_staging()
 
 

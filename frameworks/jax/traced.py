@@ -89,7 +89,7 @@ for _set in _SETS:
 
 
 def is_staging() -> bool:
-    """Whether what this thread calls is recorded, to be compiled, instead of done."""
+    """Return whether what this thread calls is recorded, to be compiled, instead of done."""
     trace: Any = _TRACES.trace
     while trace is not None and not isinstance(trace, _Staging):
         trace = getattr(trace, "parent_trace", None)  # of derivatives that are made meanwhile
@@ -97,7 +97,7 @@ def is_staging() -> bool:
 
 
 def are_differentiated(tensors: Sequence[Any]) -> bool:
-    """Whether what is done with one of these is differentiated."""
+    """Return whether what is done with one of these is differentiated."""
     return any(isinstance(tensor, _DIFFERENTIATED) for tensor in tensors)
 
 

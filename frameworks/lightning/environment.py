@@ -43,7 +43,7 @@ class PolyhvdEnvironment(cluster_environment):  # type: ignore[misc]
 
     @staticmethod
     def detect() -> bool:
-        """Whether there is more than one rank."""
+        """Return whether there is more than one rank."""
         return hvd.is_initialized() and hvd.size() > 1
 
     def world_size(self) -> int:

@@ -124,7 +124,7 @@ class MetricAverageHandler(TrainBegin, EpochEnd):  # type: ignore[misc]
 
 
 def _is_distributed(trainer: Any) -> bool:
-    """Whether gradients are reduced over ranks, by us or by a store of MXNet's."""
+    """Return whether gradients are reduced over ranks, by us or by a store of MXNet's."""
     store = trainer._kvstore_params["kvstore"]
     name = store if isinstance(store, str) else getattr(store, "type", "")
     return (
@@ -179,7 +179,8 @@ def _simple(metrics: Sequence[EvalMetric]) -> Iterator[EvalMetric]:
         average = getattr(metric, "average", getattr(metric, "_average", None))
         if average == "micro" or isinstance(metric, PCC) or not all(hasattr(metric, n) for n in _SUMS):
             raise InvalidArgumentError(
-                f"average_metrics: {type(metric).__name__} {metric.name!r} is no sum over samples divided by "
+                f"average_metrics: {type(metric).__name__} {metric.name!r} is not a sum over samples "
+                "divided by "
                 "their number; reduce what it keeps with allgather_object, or use average='macro'"
             )
         yield metric

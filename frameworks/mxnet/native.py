@@ -88,7 +88,7 @@ _library, _quick = _load()
 _push = _library.polyhvd_mxnet_push  # read once, as it is called for each gradient of a step
 _succeeded = _quick.polyhvd_mxnet_succeeded
 
-#: Whose lines are no answer to where a call was made.
+#: Modules whose lines are never reported as the place of a call.
 _LIBRARIES = ("polyhvd.", "mxnet.")
 
 #: At exit, the time for what MXNet still computes.
@@ -144,7 +144,7 @@ class Handle:
         release(self._native)  # an argument: at exit the module may be gone
 
     def done(self) -> bool:
-        """Whether ``wait()`` would return at once."""
+        """Return whether ``wait()`` would return at once."""
         return not self._arrays or bool(_quick.polyhvd_mxnet_finished(self._native))
 
     def wait(self) -> None:

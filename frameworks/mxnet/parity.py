@@ -152,7 +152,7 @@ def _parameters(model: Any) -> Iterator[tuple[Block | None, str, Parameter]]:
 
 
 def _is_zero(block: Block, beta: Parameter) -> bool:
-    """Whether a batch normalization with center=False adds nothing."""
+    """Return whether a batch normalization with center=False adds nothing."""
     if not isinstance(block, nn.BatchNorm) or beta._differentiable or beta._data is None:
         return False
     return not to_numpy(beta.data(beta.list_ctx()[0])).any()
@@ -217,13 +217,13 @@ def _weight(block: Block | None, key: str, parameter: Parameter) -> Weight:
 
 def _is_channels_last(block: Block | None) -> bool:
     kwargs = getattr(block, "_kwargs", {})
-    if not isinstance(block, (nn.BatchNorm, _Conv)):  # whose axis is no channel: LayerNorm
+    if not isinstance(block, (nn.BatchNorm, _Conv)):  # whose axis is not a channel: LayerNorm
         return False
     return kwargs.get("layout", "").endswith("C") or kwargs.get("axis", 1) == -1
 
 
 def _is_trained(layer: Block) -> bool:
-    """Whether a pass is one of training, not of an evaluation between two steps."""
+    """Return whether a pass is one of training, not of an evaluation between two steps."""
     if autograd.is_recording():
         return True
     own = list(layer._reg_params.values())
@@ -274,7 +274,7 @@ def run_as_written(model: Block) -> Callable[[], None]:
 
 
 def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
-    """Whether a trainer trains a model.
+    """Return whether a trainer trains a model.
 
     Raises:
         InvalidArgumentError: it is none of Gluon, or has none of the weights.

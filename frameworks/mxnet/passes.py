@@ -66,7 +66,7 @@ class Sums:
 class Passes:
     """The backward passes of a trainer's step.
 
-    Gradients of ``grad_req='write'`` are added up in buffers of our own, those of ``'add'`` by MXNet
+    Gradients of ``grad_req='write'`` are added up in separate buffers, those of ``'add'`` by MXNet
     where they are.
 
     Args:

@@ -2,7 +2,7 @@
 
 MXNet's engine gives an exception to the first reader and forgets it for all that waits behind the same
 operation: an update that is still queued would then run on a gradient that was never reduced. So the
-functions by which MXNet's Python reads are given a wait of our own, which takes nothing away; an error is
+functions by which MXNet's Python reads get our wait, which removes no error; an error is
 taken out by one reader at a time, after all that depends on it has been skipped, and raised as our class.
 What MXNet's own code waits for, native.cc guards likewise.
 """
@@ -55,7 +55,7 @@ def _last_error() -> Exception:
 
 
 def _is_simple() -> bool:
-    """Whether nothing can be in flight that this thread reads, nor another thread take the same error out."""
+    """Return whether this thread can read nothing in flight, and no other thread can take its error."""
     if _counters[_IN_FLIGHT] or _counters[_UNSETTLED] or _counters[_FAILURES] != _counters[_FORGIVEN]:
         return False
     pusher = _counters[_PUSHER]

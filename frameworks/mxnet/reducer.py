@@ -117,7 +117,7 @@ class MxnetExchange(Exchange[NDArray]):
         return collect
 
     def is_sparse(self, gradient: NDArray) -> bool:
-        """Whether it is row_sparse."""
+        """Return whether it is row_sparse."""
         return isinstance(gradient, BaseSparseNDArray)
 
     def dense(self, gradient: NDArray) -> NDArray:

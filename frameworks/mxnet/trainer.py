@@ -256,7 +256,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         self._reducer.reduce(gradients, prefix=f"{self._prefix}.gradient")
 
     def _used_by_any(self, parameters: dict[int, Parameter]) -> dict[int, Parameter]:
-        """Those whose gradient is fresh on any rank; where it was stale here, it adds nothing now."""
+        """Return the parameters with a fresh gradient on any rank; one that is stale here adds nothing."""
         data = {position: parameter.list_data()[0] for position, parameter in parameters.items()}
         used = np.array([bool(array._fresh_grad) for array in data.values()], dtype=np.uint8)
         anywhere = self._agree("used", used, ReduceOp.Max)

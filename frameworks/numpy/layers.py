@@ -142,7 +142,7 @@ class Residual(Block):
         return made
 
     def blocks(self) -> list[Block]:
-        """Those of both paths."""
+        """Return the blocks of both paths."""
         return self.inner.blocks() + self.around.blocks()
 
 

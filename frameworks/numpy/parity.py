@@ -21,7 +21,7 @@ def weights_of(model: Any) -> list[Weight]:
         model: arrays that can be written to, in common form: see :class:`polyhvd.parity.Layout`.
 
     Raises:
-        InvalidArgumentError: there are none, or one of them is no array.
+        InvalidArgumentError: there are none, or one of them is not an array.
     """
     items = model.items() if isinstance(model, Mapping) else enumerate(model)
     found = [_weight(str(name), array) for name, array in items]

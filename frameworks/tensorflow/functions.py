@@ -130,7 +130,7 @@ class TensorflowFunctions(Functions[tf.Tensor]):
         device_sparse: str = "",
         **arguments: Unpack[ReductionArguments],
     ) -> list[Any]:
-        """Those that are tf.IndexedSlices are a separate operation."""
+        """Reduce tensors as one operation, and tf.IndexedSlices as a second one."""
         accept_device("allreduce", device_dense=device_dense, device_sparse=device_sparse)
         compression = None if compression is NO_COMPRESSION else compression
         tensors = list(tensors)

@@ -102,7 +102,7 @@ def distribute_tape(
     """A tape that has recorded the same, and reduces; see the wrappers for the arguments.
 
     Raises:
-        InvalidArgumentError: another device is meant, or ``local_layers`` are no layers.
+        InvalidArgumentError: another device is meant, or ``local_layers`` are not layers.
     """
     accept_device("DistributedGradientTape", device_dense=device_dense, device_sparse=device_sparse)
     base = type(gradtape)

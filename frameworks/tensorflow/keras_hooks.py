@@ -20,7 +20,7 @@ __all__ = ["build_before_branching", "teach_keras_2", "teach_keras_3"]
 
 
 def build_before_branching(optimizer: Any, variables: list[Any] | None) -> None:
-    """Make the variables of an optimizer of Keras 3, which a branch of a graph is no place for."""
+    """Make the variables of an optimizer of Keras 3, which cannot be done in a branch of a graph."""
     if variables and not optimizer.built:
         with tf.init_scope():
             optimizer.build(variables)

@@ -96,7 +96,7 @@ def caller_line() -> str:
 
 
 def _all_utf8(frame: Any) -> bool:
-    """Whether TensorFlow can read the names of the files of a stack; at others it may crash."""
+    """Return whether TensorFlow can read the names of the files of a stack; at others it may crash."""
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.isascii() and path != path.encode("utf-8", "replace").decode():

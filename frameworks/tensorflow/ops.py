@@ -91,7 +91,7 @@ def _switch(exact_gradient: bool | None) -> int:
 
 
 def _may_record() -> bool:
-    """Whether a gradient tape or forward accumulator watches this thread."""
+    """Return whether a gradient tape or forward accumulator watches this thread."""
     try:
         from tensorflow.python.eager.record import could_possibly_record
     except ImportError:  # its name in other versions is not known

@@ -88,7 +88,7 @@ class _Sparse:
 class Passes:
     """Adds up gradients, eager and in graphs.
 
-    The sums are no variables of the optimizer: they are neither saved nor broadcast.
+    The sums are not variables of the optimizer: they are neither saved nor broadcast.
 
     Args:
         options: of the optimizer.
@@ -187,7 +187,7 @@ class Passes:
         return known
 
     def _count_pass(self) -> tf.Tensor:
-        """Whether this pass is the last one of its step."""
+        """Return whether this pass is the last one of its step."""
         graph = self._graph()
         if graph not in self._counts:
             with tf.init_scope():

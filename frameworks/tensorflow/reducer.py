@@ -59,7 +59,7 @@ class TensorflowExchange(Exchange[Any]):
         return lambda: [sparse.merged(slices) for slices in reduced]
 
     def is_sparse(self, gradient: Any) -> bool:
-        """Whether it is a tf.IndexedSlices."""
+        """Return whether it is a tf.IndexedSlices."""
         return isinstance(gradient, tf.IndexedSlices)
 
     def dense(self, gradient: Any) -> tf.Tensor:

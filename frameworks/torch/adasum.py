@@ -44,7 +44,7 @@ class Steps:
         self.local: set[int] = set()
 
     def is_member(self) -> bool:
-        """Whether this rank takes part."""
+        """Return whether this rank takes part."""
         return self._reducer.takes_part()
 
     def compare(self, parameters: Sequence[Tensor]) -> None:
@@ -115,7 +115,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
         """Change nothing: gradients add up until ``step()``, after however many passes.
 
         Raises:
-            InvalidArgumentError: ``passes`` is no integer of 1 or more.
+            InvalidArgumentError: ``passes`` is not an integer of 1 or more.
         """
         passes_per_step(passes)
 

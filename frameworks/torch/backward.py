@@ -376,7 +376,7 @@ class Gradients(Section):
         return gradient
 
     def _counts_elsewhere(self, position: int, gradient: Tensor) -> bool:
-        """Whether another rank's sum has this gradient; see :meth:`before_gradient`."""
+        """Return whether another rank's sum has this gradient; see :meth:`before_gradient`."""
         return self.looks_before and self._leftovers.has(position, gradient) and self.process_set.rank() != 0
 
     def _start_sparse(self, position: int, gradient: Tensor) -> None:
@@ -433,7 +433,7 @@ class Gradients(Section):
         return self._reported
 
     def _is_set_by_hand(self, position: int) -> bool:
-        """Whether there is a gradient that is not known to be reduced already."""
+        """Return whether there is a gradient that is not known to be reduced already."""
         gradient = self._parameters[position].grad
         if gradient is None or position in self._reduced:
             return False

@@ -44,7 +44,7 @@ Gradients = list[Tensor | None]
 
 
 def wants_gradient(tensor: Tensor) -> bool:
-    """Whether autograd is to know of an operation on ``tensor``; False for what is no tensor."""
+    """Return whether autograd is to know of an operation on ``tensor``; False for what is not a tensor."""
     # The adapter refuses that, with the name of the operation.
     if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
         return True

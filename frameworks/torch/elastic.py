@@ -98,7 +98,7 @@ class _TensorsHandler(StateHandler, abc.ABC):
         return put_tensors(copy.deepcopy(self._rest), tensors)
 
     def forget_gradients(self) -> None:
-        """Those of a step that is undone, or was used up, are not to be added to the next one's."""
+        """Drop the gradients of a step that is undone or used up, so that the next step starts at 0."""
         for parameter in self._parameters():
             parameter.grad = None
 

@@ -114,7 +114,7 @@ def _weight(name: str, role: str, tensor: Tensor, layer: torch.nn.Module | None)
 
 
 def _is_trained(layer: torch.nn.Module) -> bool:
-    """Whether a pass is one of training, not of an evaluation between two steps."""
+    """Return whether a pass is one of training, not of an evaluation between two steps."""
     return torch.is_grad_enabled() or (
         layer.training and not any(weight.requires_grad for weight in layer.parameters())
     )
@@ -143,7 +143,7 @@ def on_output(model: torch.nn.Module, listener: Callable[[Any], None]) -> Callab
 
 
 def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
-    """Whether an optimizer trains a model.
+    """Return whether an optimizer trains a model.
 
     Raises:
         InvalidArgumentError: it is none of PyTorch, or has none of the weights.

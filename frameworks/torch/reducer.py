@@ -54,7 +54,7 @@ class TorchExchange(Exchange[Tensor]):
         return lambda: [collectives.synchronize(handle) for handle in handles]
 
     def is_sparse(self, gradient: Tensor) -> bool:
-        """Whether it is no dense one."""
+        """Return whether it is not dense."""
         return gradient.layout is not torch.strided
 
     def dense(self, gradient: Tensor) -> Tensor:

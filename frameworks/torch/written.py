@@ -21,7 +21,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _has_neighbours(tensor: Tensor) -> bool:
-    """Whether the tensor is a part of a larger one, whose other parts' writes count for it, too."""
+    """Return whether the tensor is a part of a larger one, whose other parts' writes count for it, too."""
     if tensor.layout is not torch.strided:
         return False
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
@@ -81,7 +81,7 @@ class Leftovers:
             others._known[to] = known
 
     def has(self, position: int, gradient: Tensor | None) -> bool:
-        """Whether this gradient is one of them."""
+        """Return whether this gradient is one of them."""
         known = self._known.get(position)
         return (
             known is not None

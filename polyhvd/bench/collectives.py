@@ -137,11 +137,11 @@ class Framework:
 
 
 def measure(framework: Framework, op: str, plan: Plan) -> Iterator[Row]:
-    """A row for each size, the same on every rank; all ranks call it alike."""
+    """Yield a row for each size, the same on every rank; every rank must call it."""
     ranks = polyhvd.size()
     done = set()
     for size in plan.sizes:
-        # Whole shares for every rank, so that all of them send alike.
+        # Whole shares for every rank, so that all of them send the same number of bytes.
         count = max(ranks, size // framework.item_bytes // ranks * ranks)
         if count in done:
             continue

@@ -1,4 +1,4 @@
-"""The command line of ``polyhvd bench``. Every rank reads it; rank 0 alone speaks."""
+"""The command line of ``polyhvd bench``. Every rank reads it; only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+)([KMG]?)B?", text.upper())
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 64K, 16M or 1G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4096, 64K, 16M or 1G")
     return int(match[1]) * _UNITS[match[2]]
 
 
@@ -44,7 +44,7 @@ def _ops(text: str) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options, for a parser of this command alone or for a subcommand."""
+    """Add the options to the parser of this command or of a subcommand."""
     add = parser.add_argument
     add("--op", type=_ops, default=list(OPS), metavar="OP,...", help=f"all (default), {', '.join(OPS)}")
     add(
@@ -91,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def speaks() -> bool:
-    """Whether this process is rank 0, before anything is known to work."""
+    """Return whether this process is rank 0, before anything is known to work."""
     try:
         return Launched.from_environment().rank == 0
     except ValueError:

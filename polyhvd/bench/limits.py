@@ -55,7 +55,7 @@ class Link:
 
 
 def link() -> Link | None:
-    """Measure it, on all ranks alike; None on a single host. Raises OSError when the hosts cannot meet."""
+    """Measure it on all ranks; None on a single host. Raises OSError if hosts cannot connect."""
     hosts: list[str] = polyhvd.allgather_object(current.world().placement.host)
     other = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
     if other is None:

@@ -20,7 +20,7 @@ _HEAD = (
 
 
 class Table:
-    """Lines for rank 0's output; on other ranks, and for JSON alone, without one."""
+    """Lines for rank 0's output; none on other ranks, or if only JSON was requested."""
 
     def __init__(self, out: TextIO | None) -> None:
         self._out = out

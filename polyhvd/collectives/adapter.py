@@ -102,7 +102,7 @@ class Handle(Protocol[R]):
     slot: Any
 
     def done(self) -> bool:
-        """Whether ``wait()`` would return at once."""
+        """Return whether ``wait()`` would return at once."""
 
     def wait(self) -> None:
         """Return when the operation is done; raise what it failed with."""
@@ -124,7 +124,7 @@ class FrameworkAdapter(Protocol[T]):
         """
 
     def is_plain(self, tensor: T) -> bool:
-        """Whether the core may work on the tensor's own memory, on a CPU, if that is dense.
+        """Return whether the core may work on the tensor's own memory, on a CPU, if that is dense.
 
         Called only with ``Capability.DIRECT``. Raises TypeError for what cannot be communicated.
         """

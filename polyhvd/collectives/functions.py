@@ -456,7 +456,7 @@ class Functions(Generic[T]):
         return membership.join()
 
     def poll(self, handle: Handle) -> bool:
-        """Whether :meth:`synchronize` would return without waiting."""
+        """Return whether :meth:`synchronize` would return without waiting."""
         return self.collectives.poll(handle)
 
     def synchronize(self, handle: Handle[R]) -> R:

@@ -300,5 +300,5 @@ def _not_sent(label: str, failed: dict[int, Any]) -> InvalidArgumentError:
         f"rank {rank} cannot pickle {bytes(text).decode(errors='replace')}" for rank, text in failed.items()
     )
     return InvalidArgumentError(
-        f"{label}: {reasons}. Send what can be pickled, such as a state_dict or plain values"
+        f"{label}: {reasons}. Send objects that can be pickled, such as a state_dict or plain values"
     )

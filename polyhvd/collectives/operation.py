@@ -29,7 +29,7 @@ def resolve_op(op: int | None, average: bool | None = None) -> int:
     if op is None:
         return _SUM if average is False else _AVERAGE
     if average is not None:
-        raise InvalidArgumentError("op and average exclude each other; pass op alone")
+        raise InvalidArgumentError("op and average exclude each other; pass only op")
     if op not in _REDUCTIONS:
         raise InvalidArgumentError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
     return op
@@ -43,7 +43,7 @@ def process_set_id(process_set: ProcessSet, world: World | None = None) -> int:
         world: in which it is used; None: not to be checked.
 
     Raises:
-        TypeError: it is no process set.
+        TypeError: it is not a process set.
         InvalidArgumentError: it is not registered, or is one of another world.
     """
     if not isinstance(process_set, ProcessSet):
@@ -60,7 +60,7 @@ def process_set_id(process_set: ProcessSet, world: World | None = None) -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number of Python's or NumPy's: verbs take it for a tensor without dimensions."""
+    """Return whether a value is a number of Python or NumPy, which verbs use as a scalar tensor."""
     return isinstance(value, (bool, int, float, np.bool_, np.number))
 
 

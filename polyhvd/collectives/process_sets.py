@@ -61,7 +61,7 @@ class ProcessSet:
         return world, list(range(world.placement.size)) if self.process_set_id == 0 else self.ranks or []
 
     def included(self) -> bool:
-        """Whether this process is a member."""
+        """Return whether this process is a member."""
         world, ranks = self._registered()
         return world.placement.rank in ranks
 

@@ -182,7 +182,7 @@ class Collectives(Generic[T]):
         return handle.result if unpack is None else unpack(handle.result)
 
     def poll(self, handle: Handle) -> bool:
-        """Whether ``synchronize()`` would return without waiting."""
+        """Return whether ``synchronize()`` would return without waiting."""
         return handle.done()
 
     def allreduce_async(
@@ -393,7 +393,7 @@ class Collectives(Generic[T]):
     ) -> T:
         """Reduce ``tensor`` elementwise over the ranks, and return this rank's part of the rows.
 
-        Rows are dealt out in order; when they do not divide, the first ranks get one more.
+        Rows are assigned in order; if they do not divide evenly, the first ranks get one more.
         """
         return self.synchronize(self.reducescatter_async(tensor, blocking=True, op=op, **arguments))
 

@@ -35,8 +35,8 @@ class ArrayLoader(Loader):
         global_batch_size: rows of a step over all ranks, whatever their number. One of the two is given.
         shuffle: whether the order differs from epoch to epoch.
         seed: of the order, an integer of at least 0, the same on every rank.
-        last: what becomes of the rows at the end of an epoch that fill no step. "even" deals them as evenly
-            as they go, if they are fewer than ranks together with those of the step before. "short" keeps
+        last: what happens to the rows at the end of an epoch that fill no step. "even" splits them as evenly
+            as possible; if they are fewer than ranks, together with those of the step before. "short" keeps
             them apart: no batch is larger than asked for, but ranks may be left without a row, and get one
             of weight 0. "drop" leaves them out of this epoch.
         streams: into how many streams an epoch is cut; None: 64 if rows are shuffled, else 1, which keeps

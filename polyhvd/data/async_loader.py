@@ -65,7 +65,7 @@ class AsyncDataLoaderMixin(_NextBase):
         **kwargs: of the next base.
 
     Raises:
-        ValueError: the number is no integer of at least 0.
+        ValueError: the number is not an integer of at least 0.
 
     Example::
 

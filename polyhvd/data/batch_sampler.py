@@ -16,7 +16,7 @@ class DistributedBatchSampler(Position):
     changes.
 
     It goes to the argument ``batch_sampler`` of PyTorch's or Gluon's ``DataLoader``, with or without
-    workers. Loaders ask for batches ahead of the steps, so the position moves by :meth:`advance` alone. All
+    workers. Loaders ask for batches ahead of the steps, so only :meth:`advance` moves the position. All
     ranks have equally many steps. When the world has changed, or a state was loaded, begin a new iteration
     over the loader: what it has read ahead was cut for other ranks, and an error says so if it is used.
 
@@ -72,7 +72,7 @@ class DistributedBatchSampler(Position):
         """The factor of the loss of the current step, so that the average over ranks is the mean
         over rows.
 
-        It is 1.0 in steps whose rows are dealt equally, and where no step is under way.
+        It is 1.0 in steps in which all ranks have as many rows, and outside steps.
         """
         if not self._under_way:
             return 1.0

@@ -56,7 +56,7 @@ class Batches(ABC):
             epoch: its number, from 0.
 
         Raises:
-            ValueError: it is no integer of at least 0.
+            ValueError: it is not an integer of at least 0.
 
         Example::
 

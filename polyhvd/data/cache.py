@@ -179,7 +179,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _is_left(path: str) -> bool:
-    """Whether no process writes a file any more."""
+    """Return whether no process writes a file any more."""
     with open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -173,7 +173,7 @@ class Column:
         """Have the bytes of rows decoded, as ``decode`` of :class:`polyhvd.data.ParquetLoader` says.
 
         Raises:
-            ValueError: rows are no bytes, or ``how`` is of no use.
+            ValueError: rows are not bytes, or ``how`` is of no use.
             ModuleNotFoundError: Pillow is needed, and is not installed.
         """
         if not _is_bytes(self._type):
@@ -191,7 +191,7 @@ class Column:
         """Have :meth:`padded` extend lists with a value; None: it leaves them as they are.
 
         Raises:
-            ValueError: rows are no lists of different lengths, or the value does not fit their elements.
+            ValueError: rows are not lists of different lengths, or the value does not fit their elements.
         """
         if self._entries is None:
             raise ValueError(
@@ -297,7 +297,7 @@ class Column:
                 return None, np.asarray(value, self._bytes_dtype)
             scalar = pa.scalar(value, self._plain_type)
             if pa.types.is_integer(self._plain_type) and scalar.as_py() != value:
-                raise ValueError("it is no integer")
+                raise ValueError("it is not an integer")
             return scalar, pa.array([scalar]).to_numpy(zero_copy_only=False)[0]
         except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
             raise ValueError(
@@ -341,7 +341,9 @@ def arrow_of(name: str, values: Any, *, as_bytes: bool) -> tuple[Any, Any]:
     if isinstance(values, pa.Array):
         return pa.field(name, values.type), values
     if isinstance(values, np.ma.MaskedArray) and bool(np.any(values.mask)):
-        raise ValueError(f"column {name!r} has masked entries, which are no values; fill them with .filled()")
+        raise ValueError(
+            f"column {name!r} has masked entries, which are not values; fill them with .filled()"
+        )
     array = np.asarray(values)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.ndim == 0:
@@ -398,7 +400,7 @@ def _is_bytes(type_: Any) -> bool:
 
 
 def _is_plain(type_: Any) -> bool:
-    """Whether entries of a type are numbers, points in time, strings, bytes or decimals."""
+    """Return whether entries of a type are numbers, points in time, strings, bytes or decimals."""
     from pyarrow import types
 
     return any(

@@ -1,4 +1,4 @@
-"""Horovod's ElasticSampler, for any framework: it deals samples, of which a loader makes batches."""
+"""Horovod's ElasticSampler, for any framework: it assigns samples, of which a loader makes batches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler:
-    """Deals the samples of an epoch to the ranks, and those that are left anew when the world has changed.
+    """Assigns the samples of an epoch to the ranks, and what is left again when the world has changed.
 
     It has the interface of Horovod's class of that name. What it records is how many samples all ranks
-    together have processed, in an order that seed and epoch alone decide; so nothing is lost with a rank,
+    together have processed, in an order that depends only on seed and epoch; so nothing is lost with a rank,
     and its state is the same on every rank. A data loader makes the batches, of a size which the sampler
-    does not know: so that all ranks have equally many, up to ``size() - 1`` samples are dealt twice at the
-    end of an epoch, as in Horovod. :class:`polyhvd.data.DistributedBatchSampler` deals none twice.
+    does not know: so that all ranks have equally many, up to ``size() - 1`` samples are used twice at the
+    end of an epoch, as in Horovod. :class:`polyhvd.data.DistributedBatchSampler` uses none twice.
 
     Args:
         dataset: what has a length.
@@ -53,14 +53,14 @@ class ElasticSampler:
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; if it is the current one, what was processed stays so.
 
-        Horovod's forgets that, and deals the samples again, if a script calls it at the beginning of an
+        Horovod's forgets that, and uses the samples again, if a script calls it at the beginning of an
         epoch into which it has come back. Here both places for the call are right: the beginning and the end.
 
         Args:
             epoch: its number, from 0. With ``shuffle`` it selects the order.
 
         Raises:
-            ValueError: it is no integer of at least 0.
+            ValueError: it is not an integer of at least 0.
 
         Example::
 
@@ -130,9 +130,9 @@ class ElasticSampler:
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state, and deal what is left to the ranks of now.
+        """Take over a state, and assign what is left to the current ranks.
 
-        Between two worlds of an elastic job the next pass deals it, to the ranks of then.
+        Between two worlds of an elastic job, the next pass assigns it to the ranks of the next world.
 
         Args:
             state_dict: what :meth:`state_dict` returned, here or on another rank.
@@ -161,7 +161,7 @@ class ElasticSampler:
             self._begin()
 
     def reset(self) -> None:
-        """Deal what is left of the epoch to the ranks of the current world.
+        """Assign what is left of the epoch to the ranks of the current world.
 
         Raises:
             NotInitializedError: before ``init()``.
@@ -182,7 +182,7 @@ class ElasticSampler:
 
     @property
     def remaining_indices(self) -> list[int]:
-        """The samples, of all ranks, that a pass deals."""
+        """The samples of a pass, on all ranks."""
         return [int(index) for index in self._remaining]
 
     def _begin(self) -> None:
@@ -201,7 +201,7 @@ class ElasticSampler:
             self.reset()
         elif current_place() != (self.rank, self.num_replicas):
             self.reset()
-        self.processed_num = self._start  # of what this pass deals, nothing is processed
+        self.processed_num = self._start  # nothing of this pass has been processed
         self._begin()
         dealt = np.resize(self._remaining, self.total_size) if self.total_size else self._remaining
         self.indices = dealt[self.rank :: self.num_replicas].tolist()

@@ -107,7 +107,7 @@ class Finishing:
         return Made(loaded, indices, weight, size, left_out)
 
     def can_decode(self, arrays: _Arrays, index: int) -> bool:
-        """Whether a single row can be decoded."""
+        """Return whether a single row can be decoded."""
         return bool(self._decoded(arrays, np.asarray([index], np.int64), [])[1].all())
 
     def _decoded(

@@ -50,7 +50,7 @@ class Footer:
     detail: Any
 
     def equals(self, other: Footer) -> bool:
-        """Whether the files have the same content, as far as footers show it."""
+        """Return whether the files have the same content, as far as footers show it."""
         return bool(self.groups == other.groups and self.detail == other.detail)
 
     def column_bytes(self, names: set[str]) -> int:
@@ -171,7 +171,7 @@ class _TextFooter(Footer):
 
 
 def _is_rounded(value: int) -> bool:
-    """Whether no float64 has the value."""
+    """Return whether no float64 has the value."""
     return abs(value) > _EXACT_MAX and (abs(value) >> 1024 > 0 or int(float(value)) != value)
 
 
@@ -309,7 +309,7 @@ class TextFormat(Format):
         """How many bytes of a text are whole rows."""
 
     def _infers(self, name: str) -> bool:
-        """Whether the type of a column is found from its text."""
+        """Return whether the type of a column is found from its text."""
         return True
 
     @abstractmethod
@@ -473,7 +473,9 @@ def format_by_suffix(files: Sequence[StoredFile]) -> Format:
     for file in files:
         names = [name for name, format in _FORMATS.items() if file.path.endswith(format.suffixes)]
         if not names:
-            raise DataError(f"{file} is no folder, and has an unknown suffix; name the format with format=")
+            raise DataError(
+                f"{file} is not a folder, and has an unknown suffix; name the format with format="
+            )
         found.setdefault(names[0], file)
     if len(found) > 1:
         listed = ", ".join(f"{name} ({file})" for name, file in found.items())

@@ -21,7 +21,7 @@ _UNCHANGED = (*MODES, "I;16", "I")  # the last two are grey of 16 bits
 
 
 class ImageError(ValueError):
-    """Bytes are no image that can be decoded."""
+    """Bytes are not an image that can be decoded."""
 
 
 def decoder(mode: str | None) -> Callable[[bytes], npt.NDArray[Any]]:

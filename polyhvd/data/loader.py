@@ -23,7 +23,7 @@ class Batch:
         arrays: copies of the rows.
         indices: which rows they are, int64.
         weight: what to multiply the loss or the gradients with, so that their average over ranks is the
-            mean over the rows of all ranks. It is 1.0 in steps whose rows are dealt equally.
+            mean over the rows of all ranks. It is 1.0 in steps in which all ranks have as many rows.
 
     Example::
 

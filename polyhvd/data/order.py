@@ -1,4 +1,4 @@
-"""The order in which a job reads its rows: arithmetic alone, the same for any number of ranks.
+"""The order in which a job reads its rows: only arithmetic, the same for any number of ranks.
 
 Rows lie in row groups: the units in which files are read, or single rows of an array. An epoch shuffles the
 groups and cuts the sequence into V streams of equal length; rows are shuffled within windows of a stream.
@@ -47,7 +47,7 @@ def _mix(value: Any) -> Any:
 
 
 def permutation(count: int, *key: int) -> Indices:
-    """A permutation of ``count`` numbers that depends on the key alone, uniform over keys.
+    """A permutation of ``count`` numbers that depends only on the key, uniform over keys.
 
     They are sorted by SplitMix64's number of each. Those of one key all differ, since the generator is a
     bijection of its counter, so that the result does not depend on how equal ones would be sorted.
@@ -254,7 +254,7 @@ class Order:
             cursor: how many rows of the epoch have been used.
             rows: of a full step, over all ranks; at least ``size``.
             size: number of ranks.
-            last: "even" deals the rows that remain as evenly as they go; if they are fewer than ranks,
+            last: "even" splits the rows that remain as evenly as possible; if they are fewer than ranks,
                 together with those of the step before. "short" keeps them apart, so that no step is larger
                 than ``rows``, but some ranks may have none. "drop" leaves them out.
 

@@ -92,7 +92,7 @@ class Position:
         self._under_way: deque[tuple[Step, Place]] = deque()
         self._iteration = 0  # number of the latest iteration, the only one that may go on
         self._moves = 0  # how often the position was set, which makes what was sampled ahead invalid
-        self._owner = ""  # who alone may move it, if anybody
+        self._owner = ""  # the only object that may move it; empty: any
 
     def _described(self) -> dict[str, dict[str, str]]:
         """Properties that must be equal on all ranks at the start, as text: rows, arguments and position."""
@@ -145,13 +145,13 @@ class Position:
         """Go to the beginning of an epoch; if it is the current one, stay where it is.
 
         Call it before each epoch, as for the samplers of other libraries. After a restart or a recovery in
-        the middle of an epoch the same call leaves the restored position alone.
+        the middle of an epoch the same call does not change the restored position.
 
         Args:
             epoch: its number, from 0; it selects the order of the rows.
 
         Raises:
-            ValueError: it is no integer of at least 0.
+            ValueError: it is not an integer of at least 0.
 
         Example::
 
@@ -215,8 +215,8 @@ class Position:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position. A step that is under way does not count, and an iteration over a sampler has to
-        begin anew.
+        """Go to a position. A step that is under way does not count, and an iteration over a sampler must
+        start again.
 
         The number of ranks may be another than when it was saved.
 
@@ -299,7 +299,7 @@ class Position:
     def _go_ahead(self, own: int, load: Callable[[Step, Place], T]) -> Iterator[T]:
         """Load the steps that are left, for a pipeline that reads ahead of the current step.
 
-        The position moves by :meth:`advance` alone.
+        Only :meth:`advance` moves the position.
         """
         place = self._place()
         cursor, moves = self._cursor, self._moves

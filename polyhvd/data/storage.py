@@ -77,7 +77,7 @@ class Storage:
         timeout_s: how long a read may take there, with all attempts.
 
     Raises:
-        ValueError: ``filesystem`` is no file system.
+        ValueError: ``filesystem`` is not a file system.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Storage:
 
 
 def _lists_at_once(filesystem: Any) -> bool:
-    """Whether a file system of fsspec has another way than listing folders to find all files below one."""
+    """Return whether a file system of fsspec finds all files below a folder without listing each folder."""
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
 
@@ -288,7 +288,7 @@ class UnansweredError(TimeoutError):
 
 
 def is_unanswered(error: BaseException) -> bool:
-    """Whether an error is one, or was raised from one, of a file system that does not answer."""
+    """Return whether an error is one, or was raised from one, of a file system that does not answer."""
     return isinstance(error, UnansweredError) or isinstance(error.__cause__, UnansweredError)
 
 
@@ -324,7 +324,7 @@ def within(timeout_s: float, deadline: float, function: Callable[[], T]) -> T:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether another attempt may succeed: errors of networks, and those of unknown libraries."""
+    """Return whether another attempt may succeed: errors of networks, and those of unknown libraries."""
     import pyarrow as pa
 
     final = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, DataError)
@@ -567,7 +567,7 @@ def _matching(
 
 
 def _is_there(path: str) -> bool:
-    """Whether there is such a file, or link; raises OSError if that cannot be looked up."""
+    """Return whether there is such a file, or link; raises OSError if that cannot be looked up."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -629,7 +629,7 @@ def _remote_files(storage: Storage, path: str, name: str, suffixes: Sequence[str
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether the parts of a path match those of a pattern; names that begin with "." only match such."""
+    """Return whether a path matches a pattern; names that begin with "." need such a pattern."""
     if not parts or not pattern:
         return not parts and all(part == "**" for part in pattern)
     if pattern[0] == "**" and (
@@ -642,7 +642,7 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _leads_to(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether files in a folder may match a pattern."""
+    """Return whether files in a folder may match a pattern."""
     if not parts or not pattern:
         return bool(pattern)
     if parts[0].startswith(".") and not pattern[0].startswith("."):

@@ -165,7 +165,7 @@ def _is_part(data: Any) -> bool:
 
 
 def is_pandas(data: Any) -> bool:
-    """Whether it is an object of pandas, which is not imported for that."""
+    """Return whether it is an object of pandas, which is not imported for that."""
     return type(data).__module__.partition(".")[0] == "pandas"
 
 

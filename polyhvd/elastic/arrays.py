@@ -127,7 +127,7 @@ class ArraysState(ObjectState):
 
 
 def _are_apart(arrays: list[Array]) -> bool:
-    """Whether no two share memory, so that all may be in flight together."""
+    """Return whether no two share memory, so that all may be in flight together."""
     end = 0
     for low, high in sorted(byte_bounds(array) for array in arrays if array.size):
         if low < end:

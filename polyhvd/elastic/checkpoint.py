@@ -132,7 +132,7 @@ def unpack(tree: Any, array: Callable[[int], Array]) -> Any:
 
 
 class TornError(CheckpointError):
-    """A file is not whole, or is no checkpoint."""
+    """A file is not whole, or is not a checkpoint."""
 
 
 class Folder:
@@ -145,7 +145,7 @@ class Folder:
         path: of the folder.
 
     Raises:
-        CheckpointError: it is no path.
+        CheckpointError: it is not a path.
 
     Example::
 
@@ -192,7 +192,8 @@ class Folder:
             value: as :func:`pack` takes it.
 
         Raises:
-            CheckpointError: the disk is full, say. Checkpoints that were there stay.
+            CheckpointError: the checkpoint cannot be written, for example because the disk is full. Earlier
+                checkpoints stay.
 
         Example::
 
@@ -265,7 +266,7 @@ class Folder:
         return []
 
     def put_aside(self, number: int) -> None:
-        """Rename a file that cannot be read, so that it is no checkpoint any more."""
+        """Rename a file that cannot be read, so that it is not a checkpoint any more."""
         file = self.file(number)
         with contextlib.suppress(OSError):
             os.replace(file, file.with_suffix(".torn"))
@@ -302,7 +303,7 @@ def _opened(file: Path) -> BinaryIO:
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 

@@ -59,8 +59,8 @@ class CommitState:
 class UpdateBatchState:
     """Has ``state.batch`` be the number of batches of the current epoch that are done.
 
-    ``fit`` that begins with ``state.batch`` above 0 goes on within an epoch; have it make as many steps
-    less: ``model.fit(data, steps_per_epoch=steps - state.batch, ...)`` for an epoch of its own.
+    A ``fit`` that begins with ``state.batch`` above 0 continues within an epoch. Give it as many steps
+    fewer: ``model.fit(data, steps_per_epoch=steps - state.batch, epochs=1, ...)``.
 
     Args:
         state: with an attribute ``batch``.

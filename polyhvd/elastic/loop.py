@@ -170,7 +170,7 @@ def _rejoin_function() -> Callable[[], None] | None:
 
 
 def _is_skipped(number: int) -> bool:
-    """Whether the other ranks are in a later call; otherwise all ranks are in this one."""
+    """Return whether the other ranks are in a later call; otherwise all ranks are in this one."""
     member = process.find()
     if member is None or not member.is_behind:
         return False

@@ -194,7 +194,7 @@ class Membership:
         return {n for n, item in self._members.items() if not item.leaving and not item.dismissed}
 
     def has(self, member: int) -> bool:
-        """Whether a member counts as alive."""
+        """Return whether a member counts as alive."""
         return member in self._members
 
     def host_of(self, member: int) -> str:
@@ -410,7 +410,7 @@ class Membership:
         return actions
 
     def _is_finished(self) -> bool:
-        """Whether all members of the world have ended well, or no process has anything to do."""
+        """Return whether all members of the world have ended well, or no process has anything to do."""
         if self._leaving:
             return not self._members and self._has_finished()
         if self._world is not None:
@@ -418,7 +418,7 @@ class Membership:
         return not self._members and any(slot.done for slot in self._slots.values())
 
     def _has_finished(self) -> bool:
-        """Whether all members of the last world have finished the program."""
+        """Return whether all members of the last world have finished the program."""
         return self._finishing and not self._cut_short and self._world is not None and not self._world.lost
 
     def _joins_until(self, member: Member) -> float:
@@ -551,7 +551,7 @@ class Membership:
         return chosen
 
     def _is_complete(self) -> bool:
-        """Whether all members that the next world has to wait for have requested a place."""
+        """Return whether all members that the next world has to wait for have requested a place."""
         late = self._late()
         if self._world is None or not self._world.members:
             chosen = len(self._next_world())
@@ -568,7 +568,7 @@ class Membership:
         return [] if passed else late
 
     def _may_pass_over(self, late: list[int], world: FormedWorld) -> bool:
-        """Whether nothing of the next world depends on how these members end."""
+        """Return whether nothing of the next world depends on how these members end."""
         if not all(self._members[number].dying for number in late) or not world.progressed:
             return False
         limit = self.limits.reset_limit

@@ -39,7 +39,7 @@ __all__ = [
 PLACE_REQUESTS = "elastic/asks"
 #: Scope in which members report that they were given notice.
 LEAVE_NOTICES = "elastic/leaves"
-#: Scope in which members say how long their steps take; each deletes its value after sending.
+#: Scope in which members report how long their steps take; each deletes its value after sending.
 STEPS = "elastic/steps"
 #: Scope in which a member that has joined a running job reports that it is in its elastic function.
 BEGUN_CALLS = "elastic/begins"
@@ -235,7 +235,7 @@ class LauncherConnection:
                 raise StoreError(f"no rank has written results within {_PROLOGUE_S:g} s") from None
 
     def is_silent(self, silence_s: float) -> bool:
-        """Whether nothing was received from the launcher on this connection; from any thread."""
+        """Return whether nothing was received from the launcher on this connection; from any thread."""
         return self._store.is_silent(silence_s)
 
     def hang_up(self) -> None:

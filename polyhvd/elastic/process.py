@@ -217,7 +217,7 @@ class Process:
         self._failure = text
 
     def is_awaited(self) -> bool:
-        """Whether the world is to stop at a boundary; the same on all its ranks after the same operations."""
+        """Return whether the world must stop at a boundary; equal on all ranks after the same operations."""
         world = current.find()
         if world is None:
             return False

@@ -94,5 +94,5 @@ def exchange(root: int, receivers: Sequence[int], *, gpus: bool) -> Iterator[Pro
 
 @cache
 def has_gpus() -> bool:
-    """Whether this process could have tensors on GPUs. Touches none."""
+    """Return whether this process could have tensors on GPUs. Touches none."""
     return isinstance(gpu.probe_cuda(), gpu.Found)

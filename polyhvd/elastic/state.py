@@ -55,7 +55,8 @@ class State:
         so they must not call collectives.
 
         Args:
-            callbacks: without arguments, in their order; to adapt a learning rate to ``hvd.size()``, say.
+            callbacks: functions without arguments, called in this order, for example to adapt a learning rate
+                to ``hvd.size()``.
 
         Example::
 
@@ -103,7 +104,7 @@ class State:
         """Let the world change here, if it is to; costs next to nothing. Before a change it commits.
 
         Raises:
-            HostsUpdatedInterrupt: processes are waiting to join, or are to leave; on all ranks alike.
+            HostsUpdatedInterrupt: processes are waiting to join, or are to leave; raised on all ranks.
 
         Example::
 
@@ -129,7 +130,7 @@ class State:
         """Hook: all ranks are at the same place in their programs, where they leave the world."""
 
     def _end_background(self) -> None:
-        """Wait for collectives that the framework runs on threads of its own.
+        """Wait for collectives that the framework runs on its own threads.
 
         Only then do all ranks know at the same place whether the world is to change.
         """
@@ -433,8 +434,9 @@ class Handler:
             value = handler.exported()
         """
         raise CheckpointError(
-            f"{type(self).__qualname__} does not say how a checkpoint keeps a "
-            f"{type(self.value).__qualname__}: give it the methods exported() and imported()"
+            f"{type(self).__qualname__} cannot keep a {type(self.value).__qualname__} in a checkpoint: "
+            "give it "
+            "the methods exported() and imported()"
         )
 
     def imported(self, value: Any) -> None:
@@ -581,8 +583,9 @@ def _require_whole_step() -> None:
     if process.find() is not None and world is not None and world.engine.has_lost_results:
         raise HorovodInternalError(
             f"rank {world.placement.rank}: state.commit() or check_host_updates() after a collective of this "
-            "world has failed: the step is not whole, and the state goes back to the last commit; where the "
-            "program catches errors of a step, have it raise HorovodInternalError again"
+            "world has failed: the step is incomplete, and the last commit is restored; if the program "
+            "catches "
+            "errors of a step, raise HorovodInternalError again there"
         )
 
 
@@ -604,7 +607,7 @@ def copied_by_name(values: dict[str, Any]) -> dict[str, Any]:
         except Exception as error:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             raise InvalidArgumentError(
-                f"the state's {name!r}, a {kind}, cannot be copied: {error}; a state keeps what can be "
-                "pickled: leave it out of the state"
+                f"the state's {name!r}, a {kind}, cannot be copied: {error}; a state can keep only "
+                "objects that can be pickled: leave it out of the state"
             ) from error
     return copies

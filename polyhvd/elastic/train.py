@@ -84,8 +84,8 @@ def train(
 
     Raises:
         InvalidArgumentError: an argument cannot be used.
-        CheckpointError: a checkpoint cannot be written, since the disk is full, say; or none of those that
-            there are can be read. The former ones stay.
+        CheckpointError: a checkpoint cannot be written, for example because the disk is full, or none of the
+            existing ones can be read. Earlier checkpoints stay.
         HorovodInternalError: a rank was lost, and the job is not elastic.
 
     Example::
@@ -215,7 +215,7 @@ def position_of(data: Any) -> Position:
         if isinstance(found, Position):
             return found
     raise InvalidArgumentError(
-        f"train(data={type(data).__qualname__}): it does not say where it is in its data; expected an "
+        f"train(data={type(data).__qualname__}): it has no position in its data; expected an "
         "ArrayLoader or ParquetLoader of polyhvd.data, the Batches of one, or a "
         "DataLoader(dataset, batch_sampler=DistributedBatchSampler(...))"
     )
@@ -249,7 +249,7 @@ class Training(ObjectState):
                 raise InvalidArgumentError(f"train({name}={value!r}): expected an integer of at least 1")
         if checkpoint is None and checkpoint_every is not None:
             raise InvalidArgumentError(
-                f"train(checkpoint_every={checkpoint_every}) without checkpoint=: say the folder as well"
+                f"train(checkpoint_every={checkpoint_every}) without checkpoint=: pass a folder, too"
             )
         self._inner = inner
         self.position = position
@@ -369,7 +369,7 @@ class Training(ObjectState):
         if self._completed is not None and self._rank() == 0 and (member := process.find()) is not None:
             again = max(0, self._completed - self.steps)
             repeats = f"; {again} completed step{'s' if again != 1 else ''} made again" if again else ""
-            member.send_message(f"the training goes on from the commit of step {self.steps}{repeats}")
+            member.send_message(f"the training continues from the commit of step {self.steps}{repeats}")
         self._completed = None
 
     @contextmanager
@@ -463,12 +463,12 @@ class Training(ObjectState):
         try:
             if folder is not None and self.steps not in folder.numbers():
                 folder.write(self.steps, self.exported())
-                _LOG.info("elastic: checkpoint of step %d written, since the world is not whole", self.steps)
+                _LOG.info("elastic: checkpoint of step %d written, since too few ranks are left", self.steps)
         except Exception as error:
             _LOG.error("elastic: %s", error)
 
     def _resume(self, folder: Folder) -> None:
-        """Take the newest checkpoint that a rank can read; all ranks call it, and raise alike."""
+        """Take the newest checkpoint that a rank can read; every rank calls it, and gets the same error."""
         torn: list[str] = []
         while True:
             newest, error = -1, ""

@@ -135,7 +135,7 @@ class LauncherWatch:
             self._store.take(_NO_REQUEST)
 
     def _is_launcher_gone(self) -> bool:
-        """Whether the other connection has lost the launcher, too, which may take a moment to show."""
+        """Return whether the other connection has lost the launcher, too, which may take a moment to show."""
         until = time.monotonic() + _MOMENT_S
         while not (is_silent := self._launcher.is_silent(self._silence_s)) and time.monotonic() < until:
             time.sleep(_MOMENT_S / 20)

@@ -47,8 +47,8 @@ def run(
     The arguments, up to ``max_np``, are ``horovod.run``'s, in its order.
 
     Args:
-        func: called as ``func(*args, **kwargs)`` in a process of its own on every rank; it, the
-            arguments and the result travel by cloudpickle.
+        func: called as ``func(*args, **kwargs)`` on every rank, each a separate process. The function, its
+            arguments and its result are pickled by cloudpickle.
         args: positional arguments.
         kwargs: keyword arguments.
         num_proc: number of ranks; None: every slot of the hosts, of this host one. ``np`` is another name.
@@ -59,7 +59,7 @@ def run(
         ssh_port: port of ssh on the other hosts.
         ssh_identity_file: private key for ssh.
         output_filename: a folder for the output of each rank.
-        verbose: say what is started where.
+        verbose: report which rank is started on which host.
         network_interfaces: interface, network or address of all connections; several with commas, or as a
             list. ``network_interface`` is another name.
         executable: Python of the ranks; None: the path of this one.

@@ -204,7 +204,7 @@ def _identity() -> str:
 
 
 def _refuse_child(parent: str, identity: str) -> None:
-    """Raise UnsupportedError in a child of a rank, which has the rank's variables but is no rank."""
+    """Raise UnsupportedError in a child of a rank, which has the rank's variables but is not a rank."""
     child, (process, _, job) = current.child_of(), parent.partition(":")
     if not child and job and job == identity and process != str(os.getpid()):
         place = seen(PROVIDERS, os.environ)[0].claim.rank
@@ -277,7 +277,7 @@ def _check_single_rank(*, met_by_mpi: bool) -> None:
     for other in others:
         if other.provider is not MPI and (other.claim.rank or (other.claim.size or 1) > 1):
             raise ConfigError(
-                f"init(): this process is alone for MPI, but {other}. Leave out what asks for MPI "
+                f"init(): MPI has started only this process, but {other}. Leave out what asks for MPI "
                 "(POLYHVD_CONTROLLER, POLYHVD_BACKENDS), or set POLYHVD_ALONE=1 for a world of one rank"
             )
     foreign = foreign_launch(os.environ, met_by_mpi=met_by_mpi)
@@ -285,11 +285,11 @@ def _check_single_rank(*, met_by_mpi: bool) -> None:
         return
     text = f"init(): {foreign}"
     if not foreign.certain:
-        _LOG.warning("%s; it goes on as a world of one. If there are others, %s", text, foreign.cure)
+        _LOG.warning("%s; it continues as a world of one. If there are other ranks, %s", text, foreign.cure)
         return
     raise ConfigError(
         f"{text}, and polyhvd cannot join the others: it would train alone. Instead, {foreign.cure}. "
-        "For a world of one rank on purpose set POLYHVD_ALONE=1"
+        "For a world of one rank on purpose, set POLYHVD_ALONE=1"
     )
 
 
@@ -304,7 +304,7 @@ def _settle(job: mpi.MpiJob | None, sets: list[ProcessSet]) -> tuple[list[list[i
     lists: list[list[int]] = []
     numbers = []
     for item, choices in zip(sets, named, strict=True):
-        ranks = item.ranks or next(iter(choices), None)  # another's, where this rank is no member
+        ranks = item.ranks or next(iter(choices), None)  # another's, where this rank is not a member
         if not ranks:
             raise InvalidArgumentError(f"{item} has no members")
         item.ranks = ranks

@@ -116,11 +116,11 @@ def leave_after(error: BaseException) -> None:
 def _leave(words: str = "") -> None:
     with current.lock:
         current.leave(words)
-        os.environ.pop("POLYHVD_PARENT", None)  # it is no rank now, and its children may be
+        os.environ.pop("POLYHVD_PARENT", None)  # it is not a rank now, and its children may be
 
 
 def is_initialized() -> bool:
-    """Whether ``init()`` has been called, and ``shutdown()`` not since.
+    """Return whether ``init()`` has been called, and ``shutdown()`` not since.
 
     Example::
 

@@ -100,7 +100,7 @@ def find_container(environ: Mapping[str, str]) -> tuple[Container, str] | None:
 
 
 def is_here() -> bool:
-    """Whether this process is in a training container, readable or not."""
+    """Return whether this process is in a training container, readable or not."""
     try:
         return find_container(os.environ) is not None
     except ValueError:
@@ -158,7 +158,7 @@ def code_dir() -> Path:
 
 
 def write_failure(text: str) -> None:
-    """Tell SageMaker why the job has failed: the beginning and, of what is too long, the end of ``text``.
+    """Report to SageMaker why the job has failed: the beginning and, if it is too long, the end of ``text``.
 
     Raises:
         OSError: the file cannot be written.
@@ -168,7 +168,7 @@ def write_failure(text: str) -> None:
         head = head[: FAILURE_CHARS_MAX // 2]
         text = head + _CUT + rest[-(FAILURE_CHARS_MAX - len(head) - len(_CUT)) :]
     folder = _base() / "output"
-    if folder.is_dir():  # else this is no container of SageMaker's
+    if folder.is_dir():  # else this is not a container of SageMaker's
         (folder / "failure").write_text(text, "utf-8", errors="replace")
 
 
@@ -196,8 +196,8 @@ def model_dir() -> str | None:
 def checkpoint_dir() -> str:
     """Where checkpoints go that SageMaker copies to S3 while the job runs, and back when it starts again.
 
-    It is there on every host when the estimator has a ``checkpoint_s3_uri``. Ranks that write there need
-    file names of their own, or let rank 0 alone do so.
+    It is there on every host when the estimator has a ``checkpoint_s3_uri``. Either give
+    each rank's files different names, or write only on rank 0.
 
     Example::
 
@@ -223,7 +223,7 @@ def _object(path: Path, complaint: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(complaint.format(f"is not JSON: {error}")) from None
     if not isinstance(found, dict):
-        raise ValueError(complaint.format("is no object in JSON"))
+        raise ValueError(complaint.format("is not an object in JSON"))
     return found
 
 

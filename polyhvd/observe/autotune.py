@@ -316,7 +316,9 @@ def _rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != _COLUMNS:
-            raise ValueError(f"{path} is no log of POLYHVD_AUTOTUNE_LOG: its columns are {reader.fieldnames}")
+            raise ValueError(
+                f"{path} is not a log of POLYHVD_AUTOTUNE_LOG: its columns are {reader.fieldnames}"
+            )
         return list(reader)
 
 
@@ -324,7 +326,7 @@ def summary(path: Path) -> list[str]:
     """Summarize a log: the first sample, the fastest one, and the choice.
 
     Raises:
-        OSError, ValueError: the file cannot be read, or is no log.
+        OSError, ValueError: the file cannot be read, or is not a log.
     """
     rows = _rows(path)
     samples = [row for row in rows if row["phase"] == "sample"]
@@ -345,7 +347,7 @@ def plot(path: Path, out: Path) -> list[str]:
     """Draw the search that a log has recorded: speed by sample, and by each value. Needs matplotlib.
 
     Raises:
-        OSError, ValueError: a file cannot be used, or is no log.
+        OSError, ValueError: a file cannot be used, or is not a log.
     """
     import matplotlib
 

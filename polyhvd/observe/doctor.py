@@ -25,7 +25,7 @@ from polyhvd.runtime import gpu, mpi
 
 __all__ = ["Finding", "distributions", "examine", "lines"]
 
-#: Of what is no framework of polyhvd's: as which it is imported, its packages on PyPI, and the remedy.
+#: Of what is not a framework of polyhvd's: as which it is imported, its packages on PyPI, and the remedy.
 _OTHERS = (("mpi4py", "mpi4py", ("mpi4py",), "pip install mpi4py, if programs use MPI themselves"),)
 
 

@@ -23,7 +23,7 @@ _T = TypeVar("_T", int, str)
 
 
 class FlightError(ValueError):
-    """A file is no flight dump, or not of the same job as the others."""
+    """A file is not a flight dump, or not of the same job as the others."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def load(files: Iterable[Path]) -> list[Dump]:
     """Read dumps, the newest of each rank, in order of rank; of a folder, all that lie in it.
 
     Raises:
-        FlightError: a file is no dump, or they are of jobs of different sizes.
+        FlightError: a file is not a dump, or they are of jobs of different sizes.
         OSError: a file cannot be read.
     """
     newest: dict[int, Dump] = {}
@@ -198,7 +198,7 @@ def _listed(files: Iterable[Path]) -> Iterator[Path]:
 
 
 def explain(dumps: Sequence[Dump]) -> list[str]:
-    """What differs between the ranks, then the position of each rank, in lines of text."""
+    """Return the differences between the ranks, then the position of each rank, as lines of text."""
     lines = _reasons(dumps) + _conclusion(dumps) + [""] + [_where(dump) for dump in dumps]
     missing = sorted(set(range(dumps[0].size)) - {dump.rank for dump in dumps})
     if missing:

@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 class TraceError(ValueError):
-    """A file is no timeline of polyhvd, or not of the same job as the others."""
+    """A file is not a timeline of polyhvd, or not of the same job as the others."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_event(event: Any) -> bool:
-    """Whether what is read of an event has the types that polyhvd writes."""
+    """Return whether what is read of an event has the types that polyhvd writes."""
     if not isinstance(event, dict):
         return False
     phase, name, arguments = event.get("ph"), event.get("name"), event.get("args", {})
@@ -281,7 +281,7 @@ def merge(out: Path, files: Sequence[Path]) -> list[str]:
     ``init()`` has measured.
 
     Raises:
-        TraceError: a file is no timeline, or they are not of one job.
+        TraceError: a file is not a timeline, or they are not of one job.
         OSError: a file cannot be read or written.
     """
     if out.resolve() in [path.resolve() for path in files]:

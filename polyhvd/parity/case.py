@@ -311,7 +311,7 @@ def from_file(path: Path) -> Case:
         raise BadCaseError(f"{path}: {found}; give a file, or a name of `polyhvd parity --list`")
     spec = importlib.util.spec_from_file_location(f"polyhvd_case_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise BadCaseError(f"{path}: is no file of Python; its name has to end in .py")
+        raise BadCaseError(f"{path}: is not a file of Python; its name has to end in .py")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

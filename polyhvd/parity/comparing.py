@@ -123,7 +123,7 @@ def array_of(tensor: Any, layout: Layout | str | None = None) -> tuple[str, Arra
         layout: how it lies; see :func:`compare`.
 
     Raises:
-        InvalidArgumentError: it is no tensor, or the layout does not fit.
+        InvalidArgumentError: it is not a tensor, or the layout does not fit.
     """
     framework = framework_of(tensor)
     if framework is None and isinstance(tensor, (bool, int, float)):

@@ -83,12 +83,12 @@ class Driver(abc.ABC):
         ]
 
     def covers(self, dtype: np.dtype[Any], shape: Sequence[int], *, reduced: bool) -> bool:
-        """Whether tensors of this type and shape are tested, in a reduction or in what only moves bytes."""
+        """Return whether tensors of this type and shape are tested, in reductions or other collectives."""
         large = _LARGE_TYPES_OF_KERNELS if self.tests_kernels and reduced else _LARGE_TYPES
         return dtype.name in large or math.prod(shape) < _LARGE
 
     def is_installed(self) -> bool:
-        """Whether the framework is there; imports nothing."""
+        """Return whether the framework is there; imports nothing."""
         spec = importlib.util.find_spec(self.package)
         # A folder of tests passes for a package that has no file.
         return spec is not None and spec.origin is not None

@@ -28,7 +28,7 @@ _ROOM = 64 * 1024
 
 
 class NoRoomError(OSError):
-    """There is no room for files; as text, in one line, where."""
+    """There is not enough room for files; as text, in one line, where."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _no_room(folder: str) -> NoRoomError:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the file system of a folder has no room for results."""
+    """Return whether the file system of a folder has no room for results."""
     state = os.statvfs(folder)
     return state.f_bavail * state.f_frsize < _ROOM or (state.f_files > 0 and state.f_favail == 0)
 
@@ -69,7 +69,7 @@ def work_folder(prefix: str, parent: Path | None = None) -> Iterator[WorkFolder]
         parent: the folder in which it is made; None: where temporary files go.
 
     Raises:
-        NoRoomError: there is no room for it, or what the block wrote found none.
+        NoRoomError: there is not enough room for it, or what the block wrote found none.
     """
     try:
         place = str(parent or tempfile.gettempdir())

@@ -29,7 +29,7 @@ __all__ = ["Finding", "Pair", "Verdict", "described", "judge"]
 #: Kinds that are of no layer.
 _OF_NO_LAYER = ("data", "loss", "learning rate")
 #: What runs are called in a report, by mode.
-NAMES = {"plain": "alone, without polyhvd", "one": "1 rank", "all": "{ranks} ranks"}
+NAMES = {"plain": "one process, without polyhvd", "one": "1 rank", "all": "{ranks} ranks"}
 
 
 @dataclass(frozen=True)

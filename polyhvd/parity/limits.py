@@ -174,7 +174,7 @@ class Bounds:
         return Limit(min(own, flat), flat)
 
     def _is_rounded(self, trace: Trace | Facts) -> bool:
-        """Whether a tensor has errors of a half type, whatever its own type is."""
+        """Return whether a tensor has errors of a half type, whatever its own type is."""
         if self.precision == "float32" or trace.kind == "learning rate":
             return False
         if trace.kind == "weights":

@@ -193,7 +193,7 @@ def _or_refuse(function: Callable[[], Any], status: int) -> Any:
         return function()
     except (InvalidArgumentError, OSError, UnsupportedError) as error:
         raise _Refused(str(error).removeprefix("parity.load: "), status) from error
-    except Exception as error:  # files that are no files of weights
+    except Exception as error:  # files that are not files of weights
         raise _Refused(_in_a_line(error), 2) from error
 
 

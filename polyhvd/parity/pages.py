@@ -84,7 +84,7 @@ class Pages:
         self._knowledge = 0
 
     def exchange(self, mine: Page, extra: Array) -> list[Page]:
-        """Those of all ranks, in their order.
+        """Return the pages of all ranks, in their order.
 
         Args:
             mine: of this rank; its first row is overwritten.
@@ -205,7 +205,7 @@ class Plan:
         return totals
 
     def accepts(self, sides: Sequence[Array], largest: Array | None = None) -> bool:
-        """Whether there is nothing but rounding between the first rank and the others.
+        """Return whether there is nothing but rounding between the first rank and the others.
 
         Args:
             sides: of each rank its sketches, one in a row.

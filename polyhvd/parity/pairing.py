@@ -130,7 +130,7 @@ def paired(
 def _by_name(
     mine: Sequence[Weight], given: Sequence[Given], names: Names, partial: bool
 ) -> tuple[list[Weight], list[Given]]:
-    """Those that are to be written, and those given in the same order."""
+    """Return the weights to be written, and the given ones in the same order."""
     known = {weight.name for weight in mine}
     renamed: dict[str, Given] = {}
     for other in given:
@@ -156,8 +156,8 @@ def _by_name(
 
 
 def _aligned(mine: Sequence[Weight], given: Sequence[Given]) -> list[Given]:
-    """Those given, with constants where a normalization of theirs has no scale or offset, and without those
-    that are constant where the model's has none."""
+    """Return the given weights, with constants where their normalization has no scale or offset, and without
+    the constant ones that the model's normalization does not have."""
     made: list[Given] = []
     place = 0
     for weight in mine:
@@ -201,7 +201,7 @@ def _hint(weight: Weight | None, other: Given | None) -> str:
     if weight is not None and other is not None and _is_per_group(weight) and weight.role == other.role:
         return (
             "Gluon's GroupNorm has one number for each group, and those of the channels of a group differ: "
-            "multiply by them in a layer of your own"
+            "multiply by them in a custom layer"
         )
     return (
         "Make both with the same layers in the same order, or pass names= to pair the weights, "

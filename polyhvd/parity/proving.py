@@ -58,7 +58,7 @@ class Finding:
 
 
 def can_run(model: Any) -> bool:
-    """Whether a value is a model that can be run, not a dict of its weights."""
+    """Return whether a value is a model that can be run, not a dict of its weights."""
     if framework_of(model) is None or isinstance(model, (list, tuple, Mapping)):
         return False
     return hasattr(reader_of(model), "outputs_of")
@@ -68,7 +68,7 @@ def given_arrays(inputs: Any) -> list[Array]:
     """The inputs that a caller has passed.
 
     Raises:
-        InvalidArgumentError: they are no arrays.
+        InvalidArgumentError: they are not arrays.
     """
     arrays = [
         np.ascontiguousarray(each) for each in (inputs if isinstance(inputs, (list, tuple)) else [inputs])
@@ -198,7 +198,7 @@ def _outputs_apart(one: Array, other: Array) -> float:
 
 
 def _is_reordered(one: Array, other: Array, limit: float) -> bool:
-    """Whether samples have the same numbers in another order."""
+    """Return whether samples have the same numbers in another order."""
     if not one.ndim or one.size != other.size or len(one) != len(other) or _apart(one, other) <= limit:
         return False
     rows = [np.sort(each.astype(np.float64).reshape(len(each), -1), axis=1) for each in (one, other)]

@@ -282,7 +282,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Record no inputs and outputs of layers within this block: its passes are no part of training."""
+        """Record no inputs and outputs of layers within this block: its passes are not part of training."""
         was, self._is_paused = self._is_paused, True
         try:
             yield

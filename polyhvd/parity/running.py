@@ -146,7 +146,7 @@ def run_mode(
         order: what was asked for.
         framework: of this process.
         mode: one of :data:`MODES`.
-        process_set: the ranks that train together; None: this process alone, without polyhvd.
+        process_set: the ranks that train together; None: only this process, without polyhvd.
         part: of each batch: which of how many.
         rank: of this process; the first one reports progress.
     """

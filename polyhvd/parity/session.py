@@ -26,7 +26,7 @@ class Session(abc.ABC):
 
     Args:
         case: what to train.
-        process_set: the ranks that train together; None: this process alone, without polyhvd.
+        process_set: the ranks that train together; None: only this process, without polyhvd.
         synchronized: whether batch normalization is to use the joined batch of these ranks.
     """
 

@@ -225,7 +225,7 @@ class Watch:
         return found
 
     def _agree(self, pages: Sequence[Page]) -> bool:
-        """Whether there is nothing that could be a divergence."""
+        """Return whether there is nothing that could be a divergence."""
         digests = tuple(page.digest for page in pages)
         plan = self._plans.get(digests)
         if plan is None:

@@ -111,7 +111,7 @@ class StaticParams:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Those of a placement group."""
+        """Return the bundles of a placement group."""
         bundle = {name: amount * self.on_host for name, amount in self.resources.items()}
         return [bundle] * (self.size // self.on_host)
 

@@ -46,7 +46,7 @@ NO_RANK = -1
 #: In place of a caller's proof, to an answerer that does not know the secret: so it learns of that, too.
 REFUSAL = bytes(32)
 #: The text of an AuthError about a peer that speaks this protocol, and does not know the secret.
-OTHER_SECRET = "the peer does not know this job's secret"
+OTHER_SECRET = "the peer does not have this job's secret"
 
 _NAME = b"polyhvd"
 _MAGIC = _NAME + b"\x02"  # the last byte is the version of this protocol

@@ -78,7 +78,7 @@ class ConnectedStore(Store):
         network.probe(self._socket, silence_s)
 
     def is_silent(self, silence_s: float) -> bool:
-        """Whether the server has not answered :meth:`probe` of late; from any thread."""
+        """Return whether the server has not answered :meth:`probe` of late; from any thread."""
         return self._closed or network.is_silent(self._socket, silence_s)
 
     def hang_up(self) -> None:

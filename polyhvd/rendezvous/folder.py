@@ -241,7 +241,7 @@ class _Folder:
     def _contents(self, file: str, descriptor: int) -> bytes:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise StoreError(f"{self.name(file)} is no regular file")
+            raise StoreError(f"{self.name(file)} is not a regular file")
         if found.st_size > RECORD_BYTES_MAX:
             raise StoreError(f"{self.name(file)} is too long for a value: {found.st_size} bytes")
         data = bytearray()

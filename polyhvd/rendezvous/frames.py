@@ -16,7 +16,7 @@ READ_BYTES = 1 << 18
 #: In the header of the server's last frame to a client: why it closes the connection.
 REFUSED = "refused"
 
-#: In the header of a sign of life of a client that waits, and in the server's answer to it.
+#: In the header of a heartbeat of a client that waits, and of the server's answer to it.
 BEAT = "beat"
 
 _FRAME = struct.Struct("!II")

@@ -331,7 +331,7 @@ class Handshakes:
         return greeting is not None and same_user(pending.connection) and self._admit(greeting)
 
     def _send(self, pending: _Pending, message: bytes) -> bool:
-        # A fresh socket takes a hundred bytes at once; one that does not is no use.
+        # A fresh socket takes a hundred bytes at once; one that does not is useless.
         sent = 0
         with contextlib.suppress(OSError):
             sent = pending.connection.send(message, socket.MSG_NOSIGNAL)
@@ -354,7 +354,7 @@ class Handshakes:
 
 
 def same_user(connection: socket.socket) -> bool:
-    """Whether the peer of a Unix socket runs as this user; True for other sockets."""
+    """Return whether the peer of a Unix socket runs as this user; True for other sockets."""
     if connection.family != socket.AF_UNIX:
         return True
     return network.peer(connection)[1] == os.geteuid()

@@ -241,7 +241,7 @@ class KeyedStore(Store):
         return f"the value of {key!r}"
 
     def _is_stale(self, key: str) -> bool:
-        """Whether the key has an own value of an earlier process in this rank's place."""
+        """Return whether the key has an own value of an earlier process in this rank's place."""
         self._refresh()
         record = self._record(key)
         return (

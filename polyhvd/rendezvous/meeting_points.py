@@ -374,7 +374,7 @@ class FileMeetingPoint(MeetingPoint):
         except FileNotFoundError:
             return []
         except (KeyError, TypeError, ValueError):
-            raise StoreError(f"{self._file(generation)} is no file of polyhvd's") from None
+            raise StoreError(f"{self._file(generation)} is not a file of polyhvd's") from None
 
     def _read(self, generation: int) -> str:
         file = self._file(generation)

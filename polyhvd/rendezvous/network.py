@@ -115,9 +115,9 @@ def give_up_after(connection: socket.socket, silence_s: float) -> None:
 
 
 def is_silent(connection: socket.socket, silence_s: float) -> bool:
-    """Whether a peer that :func:`probe` has asked would be given up as well: it has not answered of late.
+    """Return whether a peer that :func:`probe` has probed has not answered recently.
 
-    Probes get lost: of two connections to a host that is there one may be given up, but hardly both.
+    Probes get lost: one of two connections to a live host may be given up, but hardly both.
     """
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or silence_s <= 0:
         return True
@@ -205,7 +205,7 @@ def loopback() -> str:
 
 
 def has_route(address: str) -> bool:
-    """Whether this host knows how to reach an address; sends nothing."""
+    """Return whether this host knows how to reach an address; sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -222,7 +222,7 @@ def own_addresses() -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this names the own host, on whichever host it is used."""
+    """Return whether this names the own host, on whichever host it is used."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -329,7 +329,7 @@ def address_for(host: str) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether processes of ``host`` are started here, without ssh.
+    """Return whether processes of ``host`` are started here, without ssh.
 
     127.0.0.2 and above count as other hosts, so that several can be played on one machine.
     """

@@ -41,7 +41,7 @@ _world: World | None = None  # written under `lock`; reads are of one reference,
 _listeners: list[Callable[[_core.Engine | None], None]] = []  # under `lock`
 _leavers: list[Callable[[World], None]] = []  # likewise
 _preparers: list[Callable[[], None]] = []  # likewise
-#: In a child of a rank that is no rank itself: the rank's place and process.
+#: In a child of a rank that is not a rank itself: the rank's place and process.
 _parent: tuple[Placement, int] | None = None
 
 
@@ -98,8 +98,7 @@ def of_generation(generation: int, about: str) -> World:
         return found
     now = "there is none now" if found is None else f"this is generation {found.placement.generation}"
     raise PeerLostError(
-        f"{about} belongs to generation {generation} of the world, which has ended; {now}. "
-        "Begin the step again"
+        f"{about} belongs to generation {generation} of the world, which has ended; {now}. Repeat the step"
     )
 
 
@@ -165,7 +164,7 @@ def prepare() -> None:
 
 
 def forget_in_child() -> None:
-    """In a forked process, which is no rank: there is no world. The caller keeps the parent's alive."""
+    """In a forked process, which is not a rank: there is no world. The caller keeps the parent's alive."""
     global _world, _parent, lock
     lock = threading.RLock()
     if _world is not None:

@@ -74,7 +74,7 @@ def _stacks() -> str:
     try:
         text = stacks(without=[threading.get_ident()])
         return text.encode("utf-8", "backslashreplace").decode()  # of files with names in other encodings
-    except Exception as error:  # a stall report is no reason to fail
+    except Exception as error:  # a stall report is not a reason to fail
         return f"but its stacks cannot be read: {error!r}"
 
 

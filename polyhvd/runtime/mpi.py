@@ -56,7 +56,7 @@ _REPORT_AFTER_S = 10.0  # of a wait for MPI that may be a user's mistake
 
 
 def is_asked_for(settings: Settings, comm: object, *, launched: bool) -> bool:
-    """Whether the ranks of this process's job are to be learnt from MPI.
+    """Return whether the ranks of this process's job are to be learnt from MPI.
 
     Args:
         settings: of this process.
@@ -173,7 +173,7 @@ def start(runtime: _core.MpiRuntime, settings: Settings) -> None:
 
 
 def is_communicator(value: object) -> bool:
-    """Whether this is a communicator of mpi4py, or of something that looks like it."""
+    """Return whether this is a communicator of mpi4py, or of something that looks like it."""
     return hasattr(value, "Get_group") and hasattr(value, "Get_rank")
 
 
@@ -187,7 +187,7 @@ def _handle_of(comm: Any) -> int | None:
         return None
     module = _module_of(comm)
     if comm == module.COMM_NULL:
-        raise InvalidArgumentError("init(comm=COMM_NULL): this process is no rank of the communicator")
+        raise InvalidArgumentError("init(comm=COMM_NULL): this process is not a rank of the communicator")
     if module.Is_finalized() or not module.Is_initialized():
         raise InvalidArgumentError("init(comm=...): mpi4py has not initialised MPI, or has finalised it")
     return ctypes.c_ssize_t(module._handleof(comm)).value  # an integer of MPICH's may be negative

@@ -66,7 +66,7 @@ def _handled(ident: int) -> str:
 
 
 def is_library(frame: FrameType) -> bool:
-    """Whether it belongs to Python, an installed package or polyhvd."""
+    """Return whether it belongs to Python, an installed package or polyhvd."""
     module = str(frame.f_globals.get("__name__", ""))
     file = frame.f_code.co_filename
     if module.partition(".")[0] == "polyhvd" or file.startswith((_OWN, "<frozen")):

@@ -242,7 +242,7 @@ class World:
         return len(set(Counter(self.hosts).values())) == 1
 
     def spans_hosts(self, process_set: int) -> bool:
-        """Whether what the ranks of a process set send each other leaves the memory of a host.
+        """Return whether what the ranks of a process set send each other leaves the memory of a host.
 
         The same on all ranks. Ranks of a host that share no memory count as several hosts. A process set
         that is not there spans nothing.

@@ -46,7 +46,7 @@ class Cluster(abc.ABC):
 
     @abc.abstractmethod
     def has_begun(self, tag: str) -> bool:
-        """Whether a task of the job that has this tag is running, or has been."""
+        """Return whether a task of the job that has this tag is running, or has been."""
 
     @abc.abstractmethod
     def lost(self, tag: str) -> str:

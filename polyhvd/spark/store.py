@@ -60,7 +60,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def saving_runs(self) -> bool:
-        """Whether checkpoints and logs of runs are kept."""
+        """Return whether checkpoints and logs of runs are kept."""
 
     @abc.abstractmethod
     def get_runs_path(self) -> str:
@@ -88,7 +88,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder."""
+        """Return whether there is a file or folder."""
 
     @abc.abstractmethod
     def read(self, path: str) -> bytes:
@@ -113,7 +113,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def is_parquet_dataset(self, path: str) -> bool:
-        """Whether a path is a file of Parquet, or a folder that has such."""
+        """Return whether a path is a file of Parquet, or a folder that has such."""
 
     @abc.abstractmethod
     def get_parquet_dataset(self, path: str) -> Any:
@@ -303,7 +303,7 @@ class FilesystemStore(Store):
             _ = found.schema
             return found
         except Exception as error:  # of file systems and of pyarrow
-            raise DataError(f"{path!r} is no data set of Parquet: {_in_a_line(error)}") from error
+            raise DataError(f"{path!r} is not a data set of Parquet: {_in_a_line(error)}") from error
 
 
 class LocalStore(FilesystemStore):
@@ -359,7 +359,7 @@ class DBFSLocalStore(FilesystemStore):
 
     @staticmethod
     def matches(path: str) -> bool:
-        """Whether a path is one of Databricks' file system."""
+        """Return whether a path is one of Databricks' file system."""
         return path.startswith(("dbfs:/", "/dbfs/", "file:///dbfs/"))
 
     @staticmethod

@@ -155,7 +155,7 @@ def work(context: Any, plan: Plan) -> Iterator[tuple[str, int, bytes]]:
 
 
 def _address(interface: str, hosts: Sequence[str]) -> str:
-    """Where the task of rank 0 listens: the address that Spark has of its executor, unless told otherwise."""
+    """Return the address at which the task of rank 0 listens; by default, Spark's address of its executor."""
     if interface:
         return network.address_of(interface)
     family_and_more = socket.getaddrinfo(hosts[0].strip("[]"), None, type=socket.SOCK_STREAM)

@@ -49,7 +49,7 @@ def asked_for(item: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
 
 
 def is_whole_module(path: Path, everything: bool) -> bool:
-    """Whether all tests of a file run on ranks: ``pytestmark`` says so, or the command line does.
+    """Return whether all tests of a file run on ranks: ``pytestmark`` says so, or the command line does.
 
     Args:
         path: of a file of Python.
@@ -59,7 +59,7 @@ def is_whole_module(path: Path, everything: bool) -> bool:
 
 
 def framework_of(path: Path, config: pytest.Config) -> str:
-    """Whose ``polyhvd.NAME`` the ranks of a file's tests import, if a test's own marker does not say so.
+    """Return the NAME of the ``polyhvd.NAME`` that a file's tests import on ranks, unless a marker has it.
 
     What ``pytestmark`` names; else what the file imports; else ``--polyhvd-framework``; else "numpy".
 
@@ -79,13 +79,13 @@ def framework_of(path: Path, config: pytest.Config) -> str:
 
 @cache
 def _read(path: Path) -> tuple[bool, str, tuple[str, ...]]:
-    """Whether ``pytestmark`` has ``ranks``, the framework that it names, and those that the file imports."""
+    """Return whether ``pytestmark`` has ``ranks``, its framework, and the file's frameworks."""
     source = path.read_bytes()
     if b"polyhvd" not in source and b"ranks" not in source:
         return False, "", ()
     try:
         body = ast.parse(source).body
-    except (SyntaxError, ValueError):  # which the import will tell
+    except (SyntaxError, ValueError):  # the import will report it
         return False, "", ()
     marked, named = False, ""
     for statement in body:

@@ -111,7 +111,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test on each number of ranks that its marker names."""
     try:
         numbers, _ = asked_for(metafunc.definition)
-    except pytest.UsageError as error:  # pytest would tell it below a traceback of its own
+    except pytest.UsageError as error:  # pytest would print it below a traceback
         raise pytest.Collector.CollectError(str(error)) from None
     if len(numbers) > 1:
         metafunc.fixturenames.append(_NUMBER)

@@ -192,7 +192,7 @@ class Pool:
     def start(
         self, function: Callable[..., Any] | str, *arguments: Any, ranks: Sequence[int] | None = None
     ) -> None:
-        """Begin a run, on some ranks or on all; ``answer`` and ``note`` hear from them.
+        """Begin a run, on some ranks or on all; ``answer`` and ``note`` receive from them.
 
         A function of a module that only ranks import is given by name, as "module:function".
         """
@@ -259,22 +259,22 @@ class Pool:
         return {rank.number: rank.stacks.read_text() for rank in running if rank.stacks.exists()}
 
     def has_answered(self, number: int) -> bool:
-        """Whether a rank has returned or raised by now."""
+        """Return whether a rank has returned or raised by now."""
         rank = self._ranks[number]
         while rank.answer is None and rank.connection.poll():
             rank.receive()
         return rank.answer is not None
 
     def is_alive(self) -> bool:
-        """Whether all ranks run, and wait for functions."""
+        """Return whether all ranks run, and wait for functions."""
         return self.usable and all(
-            # Of a child of a fork server, poll() hears a moment later than the system shows it.
+            # poll() notices the end of a child of a fork server a moment later than the system shows it.
             rank.process.poll() is None and is_running(rank.process.pid) and not rank.connection.poll()
             for rank in self._ranks
         )
 
     def note(self, number: int, deadline_s: float = _RUN_S) -> Any:
-        """Wait for the next thing that a rank tells with ``worker.note``."""
+        """Wait for the next value that a rank sends with ``worker.note``."""
         __tracebackhide__ = True
         rank = self._ranks[number]
 

@@ -8,7 +8,7 @@ __all__ = ["is_running", "processes_with", "state_of"]
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     return state_of(pid) not in ("", "Z", "X")
 
 

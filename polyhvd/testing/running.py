@@ -24,7 +24,7 @@ _GRACE_S = 3.0  # for the other ranks, when one has failed
 _CLEAN_S = 10.0  # for ranks of which one has failed to come together
 _Place = tuple[str, tuple[Any, ...]]
 _WorldOf = Callable[[pytest.Item], World | None]
-#: Options that are for pytest's process alone, with what the ranks have in their place.
+#: Options that are only for pytest's process, with what the ranks have in their place.
 _OF_ONE_PROCESS: dict[str, Any] = {
     **{"capture": "no", "collectonly": False, "maxfail": 0, "usepdb": False, "trace": False},
     **{"keyword": "", "markexpr": "", "deselect": None, "lf": False, "failedfirst": False, "newfirst": False},
@@ -56,7 +56,7 @@ class Runner:
     def protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None, world: World, world_of: _WorldOf
     ) -> None:
-        """Run a test and log its reports, as pytest does with one of its own.
+        """Run a test and log its reports, as pytest does.
 
         Args:
             item: the test.
@@ -253,7 +253,7 @@ def _told(
 ) -> str:
     """A report on a test that has not passed everywhere: a line, then each rank, failures first."""
     stacks = pool.stacks() if None in answers else {}
-    died: list[str] = []  # what a rank raises whose peer has died is no cause
+    died: list[str] = []  # what a rank raises whose peer has died is not a cause
     failed: list[str] = []
     others: list[str] = []
     late = f"{call.key[-2]} takes more than {timeout_s:g} s" if timeout_s is not None else ""

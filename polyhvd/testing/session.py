@@ -218,9 +218,9 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def leaves_the_world_clean() -> bool | None:
-    """Whether the next test may have this world, without its process sets; None: the test has closed it.
+    """Return whether the next test may use this world, after removing its process sets; None if it is closed.
 
-    To be called on all ranks together, when a test has ended on all of them.
+    Call it on all ranks when a test has ended on all of them.
     """
     world = current.find()
     if world is None:

@@ -72,7 +72,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there; imports nothing, and takes no folder of tests or stand-in for it."""
+    """Return whether a package is there; imports nothing, and takes no folder of tests or stand-in for it."""
     finders = [f for f in sys.meta_path if not isinstance(f, _Finder) and hasattr(f, "find_spec")]
     specs = [finder.find_spec(package, None) for finder in finders]
     return any(spec is not None and spec.origin is not None for spec in specs)

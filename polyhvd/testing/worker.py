@@ -27,13 +27,13 @@ _pool: Connection | None = None
 
 
 def note(value: Any) -> None:
-    """Tell the pool something while the function still runs; see ``Pool.note``."""
+    """Send the pool a value while the function still runs; see ``Pool.note``."""
     assert _pool is not None, "only a pool's rank can take notes"
     _pool.send(("note", value))
 
 
 def begin(framework: str) -> int:
-    """Make this process a rank; returns its id, which launchers and servers do not tell."""
+    """Make this process a rank; returns its id, which launchers and servers do not report."""
     importlib.import_module(f"polyhvd.{framework}").init()
     return os.getpid()
 

@@ -23,7 +23,7 @@ def parameter_groups(
             themselves.
 
     Raises:
-        InvalidArgumentError: a group has what is no parameter, or what another one has.
+        InvalidArgumentError: a group has what is not a parameter, or what another one has.
     """
     if isinstance(grouping, int):
         return _split(trainable, grouping)
@@ -51,7 +51,7 @@ class KeyGroups:
                 _put(self._group_of, key, i, j)
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any."""
         return bool(self._count or self._group_of)
 
     @property
@@ -100,7 +100,7 @@ def _checked(parameters: Sequence[Any], groups: Sequence[Any]) -> list[list[int]
             position = positions.get(id(parameter))
             if position is None:
                 raise InvalidArgumentError(
-                    f"groups[{i}][{j}] ({type(parameter).__name__}) is no parameter of this optimizer; "
+                    f"groups[{i}][{j}] ({type(parameter).__name__}) is not a parameter of this optimizer; "
                     "leave it out"
                 )
             _put(group_of, position, i, j)

@@ -50,12 +50,12 @@ class Layout:
         viewed = self.viewed_shape
         axes = self.axes
         if axes is not None and sorted(axes) != list(range(len(viewed))):
-            raise ValueError(f"axes={axes} are no permutation of the {len(viewed)} axes of {viewed}")
+            raise ValueError(f"axes={axes} are not a permutation of the {len(viewed)} axes of {viewed}")
         for other in (viewed, self.common_shape):
             if math.prod(other) != math.prod(self.shape):
                 raise ValueError(f"a weight of shape {self.shape} cannot be seen as {other}")
         if self.order is not None and sorted(self.order) != list(range(self.common_shape[-1])):
-            raise ValueError(f"order is no permutation of the last axis of {self.common_shape}")
+            raise ValueError(f"order is not a permutation of the last axis of {self.common_shape}")
 
     @property
     def viewed_shape(self) -> tuple[int, ...]:

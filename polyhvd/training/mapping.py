@@ -232,7 +232,7 @@ def checked_mapping(value: Any, others: Mapping[str, Any]) -> WeightMapping | No
     for name, given in others.items():
         if given:
             raise InvalidArgumentError(
-                f"{name} and mapping exclude each other: with a mapping each gradient is an operation of its "
-                f"own, whatever the framework; leave {name} out"
+                f"{name} and mapping exclude each other: with a mapping each gradient is a separate "
+                f"operation in every framework; leave {name} out"
             )
     return value

@@ -76,13 +76,13 @@ class Options:
         checked["mapping"] = checked_mapping(self.mapping, excluded)
         if checked["groups"] is not None and checked["num_groups"]:
             raise InvalidArgumentError(
-                f"num_groups={self.num_groups} and groups exclude each other; pass groups alone"
+                f"num_groups={self.num_groups} and groups exclude each other; pass only groups"
             )
         for name, value in checked.items():
             object.__setattr__(self, name, value)  # frozen after this
 
     def changed(self) -> dict[str, Any]:
-        """Those that differ from their defaults: arguments that make the same options again."""
+        """Return the options that differ from their defaults: arguments that make the same options again."""
         changed = {}
         for field in fields(self):
             value, default = getattr(self, field.name), field.default

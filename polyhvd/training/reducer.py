@@ -97,7 +97,7 @@ class Exchange(Generic[T]):
         raise NotImplementedError
 
     def is_sparse(self, gradient: T) -> bool:
-        """Whether :meth:`start_sparse` is for it."""
+        """Return whether :meth:`start_sparse` is for it."""
         return False
 
     def dense(self, gradient: T) -> T:
@@ -229,7 +229,7 @@ class GradientReducer(Generic[T]):
     # Which gradients ----------------------------------------------------------
 
     def takes_part(self) -> bool:
-        """Whether this rank is in the process set; another one keeps its gradients as they are."""
+        """Return whether this rank is in the process set; another one keeps its gradients as they are."""
         if self.process_set is global_process_set or self.process_set.process_set_id is None:
             return True  # if the set is not registered, the collective raises an error that explains it
         return self.process_set.included()
@@ -318,9 +318,9 @@ class GradientReducer(Generic[T]):
         found = self._mapped.get(self.exchange.identity(source))
         if found is None:
             raise InvalidArgumentError(
-                f"mapping: it knows no weight that is trained for the one at {key} of the optimizer; make it "
-                "of the model whose weights the optimizer has, when all of them are made and it is "
-                "settled which are frozen"
+                f"mapping: it has no trained weight for the one at {key} of the optimizer; create the "
+                "mapping "
+                "from the model of the optimizer, after all its weights are created and others are frozen"
             )
         return found
 

@@ -201,7 +201,7 @@ def test_tensors_and_nulls_of_ipc_are_loaded(tmp_path: Path) -> None:
 def test_format_is_that_of_the_suffix_or_the_given_one(tmp_path: Path) -> None:
     write_json(pa.table({"x": [1, 2]}), tmp_path / "x.txt")
     with pytest.raises(
-        DataError, match=r"x.txt is no folder, and has an unknown suffix; name the format with format="
+        DataError, match=r"x.txt is not a folder, and has an unknown suffix; name the format with format="
     ):
         loader_of(tmp_path / "x.txt")
     assert len(list(loader_of(tmp_path / "x.txt", format="json"))) == 1

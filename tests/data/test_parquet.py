@@ -721,7 +721,10 @@ def test_file_that_was_written_again_with_the_same_rows_is_read_on(tmp_path: Pat
         ({"columns": ["x", "x"]}, "columns has 'x' more than once"),
         ({"filter": "x > 3"}, "filter is 'x > 3'; expected an expression"),
         ({"fill_null": "a"}, "fill_null='a' does not fit column 'x' of type int64"),
-        ({"fill_null": {"x": 1.5}}, "fill_null=1.5 does not fit column 'x' of type int64: it is no integer"),
+        (
+            {"fill_null": {"x": 1.5}},
+            "fill_null=1.5 does not fit column 'x' of type int64: it is not an integer",
+        ),
         ({"fill_null": {"y": 1}}, "fill_null names the column 'y', but the selected columns are x, name"),
         ({"batch_size": None}, "either batch_size"),
         ({"batch_size": 0}, "batch_size is 0"),

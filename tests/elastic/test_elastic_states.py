@@ -289,7 +289,7 @@ def test_a_commit_does_not_wait_for_devices_whose_world_has_failed_and_keeps_the
     state = make()
     state.commit()
     state.w[:] = -1
-    with pytest.raises(hvd.HorovodInternalError, match="the step is not whole"):
+    with pytest.raises(hvd.HorovodInternalError, match="the step is incomplete"):
         commit_with(state, Devices(state.w, polls=3, fails=True))
     state.restore()
     assert state.w.tolist() == [0, 1, 2, 3]

@@ -106,10 +106,10 @@ def test_polyhvd_leave_without_a_job_or_a_name_says_what_is_missing() -> None:
     command = [sys.executable, "-m", "polyhvd.cli", "leave"]
     done = subprocess.run([*command, "--job", "1", "--rank", "0"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "--job 1 is no elastic job of this user on this host; there are: " in done.stderr
+    assert "--job 1: this user has no elastic job with this process id on this host; found: " in done.stderr
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "name who is to leave: --host, --rank or --process" in done.stderr
+    assert "name what leaves: --host, --rank or --process" in done.stderr
 
 
 def test_all_ranks_have_time_to_save_when_the_whole_job_is_told_to_end(launcher: Launcher) -> None:

@@ -30,7 +30,7 @@ def state(**kwargs: Any) -> Any:
     [
         ({"step": 3}, r"train\(step=3\): expected a function of one batch"),
         ({"state": 5}, r"train\(state=5\): expected a state of hvd\.elastic"),
-        ({"data": [1]}, r"train\(data=list\): it does not say where it is in its data"),
+        ({"data": [1]}, r"train\(data=list\): it has no position in its data"),
         ({"epochs": -1}, r"train\(epochs=-1\): expected an integer of at least 0"),
         ({"epochs": True}, r"train\(epochs=True\): expected an integer"),
         ({"commit_every": 0}, r"train\(commit_every=0\): expected an integer of at least 1"),

@@ -198,7 +198,7 @@ def test_wrong_secret_fails_that_rank_at_once_and_is_not_let_in(world: World) ->
     waiting = world.start([world.config(0, 2, start_timeout_s=SHORT_S)])
     (result,) = world.start([stranger])()
     assert isinstance(result, HorovodInternalError)
-    assert "refused this rank: the peer does not know this job's secret" in str(result)
+    assert "refused this rank: the peer does not have this job's secret" in str(result)
     assert isinstance(waiting()[0], PeerLostError)
 
 

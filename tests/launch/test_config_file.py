@@ -109,8 +109,8 @@ def test_the_controller_of_the_file_yields_to_the_command_line(tmp_path: Path) -
         ({"params": {"torus_allreduce": 1}}, "expected true or false, found 1"),
         ({"stall_check": {"enabled": "no"}}, "expected true or false, found 'no'"),
         ({"controller": "smoke"}, "controller: expected mpi or gloo, found 'smoke'"),
-        ({"timeline": {"filename": ["a"]}}, "expected a text"),
-        ({"timeline": {"filename": "a\0b"}}, "timeline.filename: a text with a zero byte cannot be"),
+        ({"timeline": {"filename": ["a"]}}, "expected a string"),
+        ({"timeline": {"filename": "a\0b"}}, "timeline.filename: a string with a zero byte cannot be"),
     ],
 )
 def test_what_cannot_be_used_is_named(content: Any, message: str) -> None:
@@ -143,14 +143,14 @@ def test_keys_that_horovodrun_ignores_are_warned_of(content: Any, warning: str) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1", "line 1: this is no YAML: "),
-        ("params:\n  cycle_time_ms: 1\n  cycle_time_ms: 2\n", "line 3: 'cycle_time_ms' stands there twice"),
-        ("params: {}\nparams: {}\n", "line 2: 'params' stands there twice"),
-        ("? [1, 2]\n: 3\n", "no YAML"),
-        ("a: !!python/object/apply:os.system ['true']", "line 1: this is no YAML: could not determine"),
-        ("x: 2001-99-99", "no YAML that can be read: month must be in 1..12"),
-        ("\t", "line 1: this is no YAML"),
-        ("--- 1\n--- 2", "this is no YAML"),
+        ("a: [1", "line 1: this is not YAML: "),
+        ("params:\n  cycle_time_ms: 1\n  cycle_time_ms: 2\n", "line 3: 'cycle_time_ms' is repeated"),
+        ("params: {}\nparams: {}\n", "line 2: 'params' is repeated"),
+        ("? [1, 2]\n: 3\n", "YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "line 1: this is not YAML: could not determine"),
+        ("x: 2001-99-99", "this is not valid YAML: month must be in 1..12"),
+        ("\t", "line 1: this is not YAML"),
+        ("--- 1\n--- 2", "this is not YAML"),
     ],
 )
 def test_what_is_no_yaml_is_said_in_a_line(tmp_path: Path, text: str, message: str) -> None:

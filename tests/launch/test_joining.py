@@ -200,8 +200,8 @@ def test_another_secret_is_told_in_a_line_on_both_sides(hand: dict[str, str]) ->
         (status, _, error), (other_status, _, other) = job.finish()
     assert (status, other_status) == (1, 1)
     assert "for ranks [1] (of 2): processes that call as ranks [1] have another secret" in last_line(error)
-    assert "calls as rank 1, and does not know this job's secret" in error
-    assert "does not know this job's secret; POLYHVD_SECRET" in last_line(other)
+    assert "calls as rank 1, and does not have this job's secret" in error
+    assert "does not have this job's secret; POLYHVD_SECRET" in last_line(other)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_the_doctor_says_whose_rank_this_is(hand: dict[str, str]) -> None:
         job.start(argv, environment(**hand, RANK="1", TORCHELASTIC_RUN_ID="x", **slurm))
         job.start(argv, environment(**hand, RANK="1", **slurm))
         (_, nested, _), (_, contradiction, _) = job.finish()
-    assert "init() joins: torchrun says rank 1 of 2 (RANK=1, WORLD_SIZE=2" in nested
-    assert "not used: srun says rank 0 of 1" in nested
+    assert "init() joins: torchrun gives rank 1 of 2 (RANK=1, WORLD_SIZE=2" in nested
+    assert "not used: srun gives rank 0 of 1" in nested
     assert "variables contradict each other" in contradiction
 
 

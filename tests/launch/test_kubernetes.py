@@ -212,14 +212,14 @@ def test_another_secret_is_told_on_both_sides_within_seconds(tmp_path: Path) -> 
         cluster.start(made[0])
         cluster.secrets = {"polyhvd": {"secret": "cd" * 32}}
         cluster.start(made[1])
-        cluster.wait_for(lambda: cluster.logs().count("does not know this job's secret") == 2, seconds=10)
+        cluster.wait_for(lambda: cluster.logs().count("does not have this job's secret") == 2, seconds=10)
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
         ({"POLYHVD_SIZE": "2"}, "rank 2 is not below the size 2 of Kubernetes's job"),
-        ({"POLYHVD_SIZE": None}, "does not say of how many; set POLYHVD_SIZE"),
+        ({"POLYHVD_SIZE": None}, "but not set their number; set POLYHVD_SIZE"),
         ({"POLYHVD_SIZE": "three"}, "POLYHVD_SIZE='three'"),
         ({"RANK": "0", "WORLD_SIZE": "3"}, "variables contradict each other"),
         ({"POLYHVD_SECRET": "no secret"}, "POLYHVD_SECRET: "),
@@ -274,7 +274,7 @@ def test_pods_in_the_network_of_their_nodes_meet_by_variables(tmp_path: Path) ->
 
 
 def test_tasks_of_a_cluster_meet_by_names_that_come_late(tmp_path: Path) -> None:
-    """As Kubeflow's TFJob has it: TF_CONFIG, a name for each task, and an evaluator that is no rank."""
+    """As Kubeflow's TFJob has it: TF_CONFIG, a name for each task, and an evaluator that is not a rank."""
     documents = controllers.read(EXAMPLES / "statefulset.yaml")
     made = controllers.stateful_set(documents)
     names = [f"{pod.name}.train.default.svc:2222" for pod in made]

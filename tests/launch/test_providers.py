@@ -147,28 +147,34 @@ def test_a_place_that_ray_has_given_comes_before_variables_of_whatever_started_t
 
 def test_the_doctor_s_lines_say_what_was_seen_and_which_came_first() -> None:
     first, second = explain(seen(PROVIDERS, {**SRUN, **TORCHRUN}))
-    assert re.match(r"init\(\) joins: torchrun says rank 1 of 2 \(RANK=1, WORLD_SIZE=2", first)
-    assert re.match(r"seen as well, and not used: srun says rank 5 of 8 \(SLURM_PROCID=5", second)
+    assert re.match(r"init\(\) joins: torchrun gives rank 1 of 2 \(RANK=1, WORLD_SIZE=2", first)
+    assert re.match(r"seen as well, and not used: srun gives rank 5 of 8 \(SLURM_PROCID=5", second)
 
 
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"'}, "TF_CONFIG is no description of a cluster"),
-        ({"TF_CONFIG": '{"cluster": {"worker": "a:1"}}'}, "TF_CONFIG is no description of a cluster"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"'}, "TF_CONFIG is not a description of a cluster"),
+        ({"TF_CONFIG": '{"cluster": {"worker": "a:1"}}'}, "TF_CONFIG is not a description of a cluster"),
         (cluster("worker", worker=["a:1", "b:1", "a:1"]), "TF_CONFIG names a:1 twice"),
-        (cluster("worker", worker=[]), "is no rank of its cluster .TF_CONFIG: task worker 0 of 0 of worker"),
+        (
+            cluster("worker", worker=[]),
+            "is not a rank of its cluster .TF_CONFIG: task worker 0 of 0 of worker",
+        ),
         ({"SM_HOSTS": '["a", "a"]', "SM_CURRENT_HOST": "a"}, "SM_HOSTS must name each host once"),
         ({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "c"}, "SM_CURRENT_HOST must be one of"),
         ({"SM_HOSTS": '["a", "b"', "SM_CURRENT_HOST": "a"}, "SM_HOSTS must be a list of names"),
-        ({"TF_CONFIG": '{"cluster": ' + 20_000 * "["}, "TF_CONFIG is no description of a cluster"),
-        ({"TF_CONFIG": "[1]"}, "TF_CONFIG is no description of a cluster"),
-        (cluster("worker", 2, worker=["a:1", "b:1"]), "is no rank of its cluster .TF_CONFIG: task worker 2"),
-        (cluster("ps", worker=["a:1"], ps=["b:1"]), "is no rank of its cluster"),
-        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, "is no rank of its cluster"),
+        ({"TF_CONFIG": '{"cluster": ' + 20_000 * "["}, "TF_CONFIG is not a description of a cluster"),
+        ({"TF_CONFIG": "[1]"}, "TF_CONFIG is not a description of a cluster"),
+        (
+            cluster("worker", 2, worker=["a:1", "b:1"]),
+            "is not a rank of its cluster .TF_CONFIG: task worker 2",
+        ),
+        (cluster("ps", worker=["a:1"], ps=["b:1"]), "is not a rank of its cluster"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, "is not a rank of its cluster"),
         (
             {"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}'},
-            r"is no rank of its cluster \(TF_CONFIG: task worker \? of 2 of worker",
+            r"is not a rank of its cluster \(TF_CONFIG: task worker \? of 2 of worker",
         ),
         ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: .* is cut off"),
         ({**SRUN, "SLURM_PROCID": "first"}, r"init\(\): SLURM_PROCID='first': must be a number from 0 on"),

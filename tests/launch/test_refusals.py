@@ -39,7 +39,7 @@ def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
         (["-np", "1000000"], "1000000 ranks on localhost: a host takes 4096 ranks at most"),
         (["-H", "localhost:5000"], "5000 ranks on localhost: a host takes 4096 ranks at most"),
         (["--nproc-per-node", "0"], "--nproc-per-node 0: must be 1 or more"),
-        (["--nproc-per-node", "2", "-np", "3"], "--nproc-per-node 2 and -np 3 differ, on this host alone"),
+        (["--nproc-per-node", "2", "-np", "3"], "--nproc-per-node 2 and -np 3 differ on a single host"),
         (["--nproc-per-node", "2", "--slots-per-host", "3"], "and --slots-per-host 3 differ"),
         (["-p", "99999999"], "ssh's port 99999999 (-p): ports are from 1 to 65535"),
         (["-p", "0", "-H", "a"], "ssh's port 0 (-p): ports are from 1 to 65535"),
@@ -91,7 +91,7 @@ def test_a_job_of_one_container_says_that_it_leaves_out_the_others(tmp_path: Pat
     (config / "resourceconfig.json").write_text(json.dumps({"hosts": ["b", "a"], "current_host": "b"}))
     done = run(["-np", "1", *PROGRAM], SAGEMAKER_BASE_DIR=str(tmp_path))
     assert done.returncode == 0
-    assert "this job is one of b alone, of the containers a, b; --sagemaker in each" in done.stderr
+    assert "this job uses only b, one of the containers a, b; start polyhvdrun --sagemaker" in done.stderr
 
 
 def test_a_working_directory_that_was_removed_is_a_line(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_full_disk_below_the_failure_is_told_and_changes_no_status(
     ("config", "expected"),
     [
         ("{", "is not JSON"),
-        ("[]", "is no object in JSON"),
+        ("[]", "is not an object in JSON"),
         ('{"current_host": "a"}', "'hosts' must be a list of names; found null"),
         ('{"hosts": ["a", "b"]}', "'current_host' must be one of ['a', 'b']; found null"),
         ('{"hosts": ["a", "b"], "current_host": "c"}', 'found "c"'),
@@ -311,7 +311,7 @@ def test_nodes_meet_at_an_endpoint(tmp_path: Path) -> None:
         (["--nnodes", "2", "--node-rank", "0"], "--rdzv-endpoint: name host 0"),
         (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:b"], "'a:b' is not HOST or HOST:PORT"),
         (["--sagemaker", "-H", "a:1"], "-H is for one polyhvdrun that starts the ranks of all hosts"),
-        (["--sagemaker", "--nnodes", "2"], "--nnodes: --sagemaker knows it; leave it out"),
+        (["--sagemaker", "--nnodes", "2"], "--nnodes: --sagemaker sets it; leave it out"),
         (["--nnodes", "1", "--nproc-per-node", "0"], "--nproc-per-node 0: must be 1 or more"),
     ],
 )

@@ -98,9 +98,10 @@ def test_job_whose_output_is_not_read_waits_for_a_reader(launcher: Launcher) -> 
     [
         (
             [],
-            "no job of this user has its polyhvdrun on this host; jobs of --mpi and --jsrun have none",
+            "found no job of this user whose polyhvdrun runs on this host; jobs started with --mpi or "
+            "--jsrun are not listed",
         ),
-        ([11, 12], "name the job with --job PID; jobs whose polyhvdrun runs here: 11, 12"),
+        ([11, 12], "choose a job with --job PID; jobs whose polyhvdrun runs here: 11, 12"),
     ],
 )
 def test_no_job_and_several_are_told_apart(

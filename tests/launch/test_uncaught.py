@@ -67,7 +67,7 @@ def run(tmp_path: Path) -> Run:
         ),
         ({**BY_HAND, "POLYHVD_SECRET": "5e"}, "ConfigError: POLYHVD_SECRET: the job's secret must have"),
         ({**BY_HAND, "POLYHVD_SECRET_FILE": "/no/file"}, "POLYHVD_SECRET_FILE=/no/file: No such file"),
-        ({"TF_CONFIG": '{"cluster": {'}, "ConfigError: TF_CONFIG is no description of a cluster"),
+        ({"TF_CONFIG": '{"cluster": {'}, "ConfigError: TF_CONFIG is not a description of a cluster"),
         ({"SM_HOSTS": '["a", "a"]', "SM_CURRENT_HOST": "a"}, "SM_HOSTS must name each host once"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "HOROVOD_CONTROLLER": "gloo"}, "MPI"),
         ({"HOROVOD_TIMELINE": "/no/folder/of/it"}, "FileNotFoundError: [Errno 2] No such file or directory"),

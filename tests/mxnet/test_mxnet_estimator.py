@@ -100,7 +100,7 @@ def test_metrics_are_averaged_by_samples(hvd, mx, np):
     hvd.estimator.average_metrics(made[0])
     assert made[0].get()[1] == pytest.approx(1 / 3)  # by samples, not by ranks
     for wrong in (mx.metric.F1(average="micro"), mx.metric.PCC()):
-        with pytest.raises(hvd.InvalidArgumentError, match="is no sum over samples"):
+        with pytest.raises(hvd.InvalidArgumentError, match="is not a sum over samples"):
             hvd.estimator.average_metrics([wrong])
     with pytest.raises(
         hvd.RankMismatchError, match=r"rank 0 has no others; rank 1 has 'accuracy \(2\)'; use the"

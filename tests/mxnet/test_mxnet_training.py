@@ -214,7 +214,7 @@ def test_what_the_trainer_refuses(hvd, mx, np):
         ({"num_groups": -1}, "num_groups=-1"),
         ({"num_groups": 2, "groups": [parameters]}, "exclude each other"),
         ({"groups": twice}, r"groups\[1\]\[0\] is in groups\[0\] already"),
-        ({"groups": other}, r"groups\[0\]\[0\] .* is no parameter of this optimizer"),
+        ({"groups": other}, r"groups\[0\]\[0\] .* is not a parameter of this optimizer"),
         ({"op": hvd.Max}, "op=.*Average, Sum or Adasum"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "needs op=Average"),
     ):

@@ -217,7 +217,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
         "groups='all': expected an integer of 0 or more, or a list of lists of parameters, found str",
     ),
     ({"groups": ["all"]}, "groups[0]: expected a list of parameters, found str"),
-    ({"num_groups": 2, "groups": 2}, "num_groups=2 and groups exclude each other; pass groups alone"),
+    ({"num_groups": 2, "groups": 2}, "num_groups=2 and groups exclude each other; pass only groups"),
     (
         {"compression": "fp16"},
         "compression='fp16': expected an object with compress() and decompress(), such as "

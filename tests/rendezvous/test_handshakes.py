@@ -36,14 +36,14 @@ def test_both_sides_pass_with_one_secret() -> None:
 
 
 def test_caller_refuses_an_answerer_with_another_secret() -> None:
-    with pytest.raises(AuthError, match="does not know this job's secret"):
+    with pytest.raises(AuthError, match="does not have this job's secret"):
         handshake(Caller(SECRET, GREETING), Answerer(parse_secret(new_secret())))
 
 
 def test_answerer_refuses_a_caller_with_another_secret() -> None:
     caller, answerer = Caller(parse_secret(new_secret()), GREETING), Answerer(SECRET)
     answerer.receive(caller.hello)
-    with pytest.raises(AuthError, match="does not know this job's secret"):
+    with pytest.raises(AuthError, match="does not have this job's secret"):
         answerer.receive(bytes(32))
     assert answerer.wanted > 0
 
@@ -194,7 +194,7 @@ def test_stale_generation_is_refused(handshakes: Handshakes, listener: socket.so
 def test_another_secret_is_refused(handshakes: Handshakes, listener: socket.socket) -> None:
     caller = Call(listener, GREETING, parse_secret(new_secret()))
     assert drive(handshakes, caller.ended) == []
-    assert "does not know this job's secret" in str(caller.error)
+    assert "does not have this job's secret" in str(caller.error)
 
 
 def test_silent_stranger_is_dropped_after_a_while(handshakes: Handshakes, listener: socket.socket) -> None:
@@ -297,7 +297,7 @@ def test_connecting_to_an_impostor_fails_for_good(listener: socket.socket) -> No
     caller = Handshakes(SECRET, lambda _: False)
     outgoing = caller.connect(socket.AF_INET, listener.getsockname(), GREETING)
     drive(caller, lambda: bool(impostor.poll(0.01)) or outgoing.failed)
-    assert outgoing.error == "the peer does not know this job's secret"
+    assert outgoing.error == "the peer does not have this job's secret"
     caller.close()
     impostor.close()
 

@@ -199,7 +199,7 @@ def another_secret(kind: str) -> tuple[MeetingPoint, MeetingPoint]:
     return PortMeetingPoint(key, SECRET, "127.0.0.1"), PortMeetingPoint(key, OTHER, "127.0.0.1")
 
 
-OTHER_SECRET = "does not know this job's secret; POLYHVD_SECRET .* has to be the same on all ranks"
+OTHER_SECRET = "does not have this job's secret; POLYHVD_SECRET .* has to be the same on all ranks"
 
 
 def test_another_secret_on_this_user_s_socket_is_an_error_soon() -> None:
@@ -320,5 +320,5 @@ def test_a_file_with_something_else_is_refused(tmp_path: Path, text: str) -> Non
     tmp_path.chmod(0o700)
     (tmp_path / "job.1").write_text(text)
     (tmp_path / "job.1").chmod(0o600)
-    with pytest.raises(StoreError, match="is no file of polyhvd's"):
+    with pytest.raises(StoreError, match="is not a file of polyhvd's"):
         file_point(tmp_path).open(1, 1, time.monotonic() + WAIT_S)

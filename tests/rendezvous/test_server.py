@@ -121,7 +121,7 @@ def test_waiting_ends_when_the_launcher_is_gone() -> None:
 
 def test_wrong_secret_is_refused_at_once(server: Server) -> None:
     began = time.monotonic()
-    with pytest.raises(StoreError, match="refused this rank: the peer does not know this job's secret"):
+    with pytest.raises(StoreError, match="refused this rank: the peer does not have this job's secret"):
         client(server, secret=parse_secret(new_secret()))
     assert time.monotonic() - began < 30
 

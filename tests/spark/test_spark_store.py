@@ -103,7 +103,7 @@ def test_data_sets_of_parquet_are_recognized(tmp_path: Path) -> None:
         store.fs.rm(folder, recursive=True)
         store.write(f"{folder}/part-0.parquet", b"no parquet")
         assert not store.is_parquet_dataset(folder)
-        with pytest.raises(polyhvd.DataError, match="is no data set of Parquet"):
+        with pytest.raises(polyhvd.DataError, match="is not a data set of Parquet"):
             store.get_parquet_dataset(folder)
         store.fs.rm(folder, recursive=True)
 

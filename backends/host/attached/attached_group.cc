@@ -126,9 +126,9 @@ Attaching AttachedGroup::agree(Deadline deadline) {
   return *attaching_;
 }
 
-// Tells the others where this rank's tensors lie, and takes down where theirs do. False if one of
+// Sends the others the addresses of this rank's tensors, and stores theirs do. False if one of
 // them has some that cannot be had, or had better be staged: so it is for all. Results that lie
-// apart are no faster so, for only the rank itself can write them past the caches.
+// apart are not faster so: only the rank itself can write them past the caches.
 bool AttachedGroup::exchange_addresses(const Reduction& r) {
   const shm::Staging& staging = group_.staging();
   const std::uint64_t step = group_.step();

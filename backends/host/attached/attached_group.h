@@ -66,7 +66,7 @@ class AttachedGroup {
     Ticks ticks = 0;        // of this rank, waiting for the others to begin not included
   };
 
-  // Another rank of this host and its tensors, cut as ours are, at addresses of its own.
+  // Another rank of this host and its tensors, cut as ours are, at other addresses.
   struct Neighbour {
     int member = 0;
     pid_t process = 0;

@@ -42,7 +42,7 @@ int read_memory(pid_t process, std::span<const iovec> theirs, std::byte* to) {
 }
 
 int write_memory(pid_t process, std::span<const iovec> mine, std::span<const iovec> theirs) {
-  // Cut alike, so that as many parts are as many bytes.
+  // Cut in the same way, so that as many parts are as many bytes.
   while (!theirs.empty()) {
     const std::size_t some = std::min<std::size_t>(theirs.size(), IOV_MAX);
     if (const int error =

@@ -76,7 +76,7 @@ COMMON = (
 
 
 def dialects(frameworks: Path) -> dict[str, Dialect]:
-    """Those of all frameworks in a folder, by the names of their folders."""
+    """Return the dialects of all frameworks in a folder, by the names of their folders."""
     return {name: module.DIALECT for name, module in _modules(frameworks, "*/dialect.py")}
 
 
@@ -125,7 +125,7 @@ class _Writer:
         return template.format_map({**self._words, **more})
 
     def _parameters(self, verb: Verb) -> list[Parameter]:
-        """Those of a verb, in this framework's order."""
+        """Return the parameters of a verb, in this framework's order."""
         dialect, family = self._dialect, FAMILIES[verb.family]
         own = {row.name: row for row in dialect.parameters}
         gone = {*verb.without, *dialect.without, *(dialect.async_without if verb.is_async else ())}

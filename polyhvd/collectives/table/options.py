@@ -24,10 +24,10 @@ _ROWS = (
         "backward_passes_per_step",
         "int",
         "how many calls make a step; an integer of 1 or more. Gradients are added up on the rank; every n-th "
-        "call reduces and applies the sum. The others change no variable, nor ``iterations``. Gradients left "
-        "at the end of an epoch count for the next one. Ranks have to make equally many calls. Keras 3's "
-        "own ``gradient_accumulation_steps`` reduces in each call, and averages; if both are given, their "
-        "product is the number of calls in a step.",
+        "call reduces and applies the sum. The other calls change neither variables nor ``iterations``. "
+        "Gradients left at the end of an epoch count for the next one. All ranks must make as many calls. "
+        "Keras 3's own ``gradient_accumulation_steps`` reduces in each call, and averages. If both are set, "
+        "their product is the number of calls in a step.",
         "1",
     ),
     Parameter(
@@ -61,7 +61,7 @@ _ROWS = (
     Parameter(
         "process_set",
         "ProcessSet",
-        "the ranks that take part. Others keep their gradients as they are.",
+        "the ranks that take part. Other ranks keep their own gradients.",
         "global_process_set",
     ),
     Parameter(
@@ -78,7 +78,9 @@ _ROWS = (
         "None",
     ),
 )
-_DEVICE = "accepted for Horovod's sake; collectives run on the host, and another device is refused."
+_DEVICE = (
+    "accepted for compatibility with Horovod; collectives run on the host, and another device is refused."
+)
 _OF_KERAS = (
     Parameter("optimizer", "Any", "of Keras 3, Keras 2 or tf.compat.v1. The result shares its state."),
     Parameter(
@@ -87,7 +89,7 @@ _OF_KERAS = (
         "begins the names of the operations; the default is the optimizer's class.",
         "None",
     ),
-    Parameter("use_locking", "bool", "accepted for Horovod's sake.", "False", is_passed=False),
+    Parameter("use_locking", "bool", "accepted for compatibility with Horovod.", "False", is_passed=False),
     Parameter("device_dense", "str", _DEVICE, '""'),
     Parameter("device_sparse", "str", _DEVICE, '""'),
     Parameter(
@@ -112,5 +114,5 @@ KERAS_PARTIAL = Wrapper(
     "optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])",
     details="Such layers are to be left out of broadcasts as well: see ``local_variables`` of "
     "``BroadcastGlobalVariablesCallback``.",
-    raises={"InvalidArgumentError": "as :func:`DistributedOptimizer`, or ``local_layers`` are no layers."},
+    raises={"InvalidArgumentError": "as :func:`DistributedOptimizer`, or ``local_layers`` are not layers."},
 )

@@ -28,8 +28,8 @@ _ROWS = (
     Parameter(
         "name",
         "str | None",
-        "matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call of "
-        "this collective on the process set matches the n-th of the others.",
+        "matches the calls of the ranks; a name can be in flight only once. Without a name, a rank's n-th "
+        "call of this collective on the process set matches the n-th of the others.",
         "None",
     ),
     Parameter(
@@ -53,11 +53,11 @@ _ROWS = (
         "multiplies each rank's {tensor} before the reduction, integers as float64.",
         "1.0",
     ),
-    Parameter("postscale_factor", "float", "multiplies the result, likewise.", "1.0"),
+    Parameter("postscale_factor", "float", "multiplies the result in the same way.", "1.0"),
     Parameter(
         "process_set",
         "ProcessSet",
-        "the ranks that take part, all of which make the call; by default all ranks of the job.",
+        "the ranks that take part; all of them must make the call. Default: all ranks of the job.",
         "global_process_set",
     ),
     Parameter(
@@ -71,7 +71,7 @@ _ROWS = (
     Parameter(
         "priority",
         "int",
-        "of the operations that are ready, those of higher priority are run first.",
+        "operations with a higher priority run first among those that are ready.",
         "0",
     ),
     Parameter("root_rank", "int", "world rank of the sender, which is a member of the process set."),
@@ -82,7 +82,7 @@ _ROWS = (
         "in all as ``tensor`` has. None: equal parts.",
         "None",
     ),
-    Parameter("handle", "Handle[R]", "what an asynchronous function has returned."),
+    Parameter("handle", "Handle[R]", "the handle that an asynchronous function has returned."),
 )
 
 PARAMETERS = {row.name: row for row in _ROWS}

@@ -154,7 +154,7 @@ class Wrapper:
         details: more paragraphs of the documentation, with empty lines between.
         texts: of parameters that mean something else here, by name.
         raises: when an error is raised, by its name.
-        calls: a function that takes the parameters that are no options, the first one by position, and
+        calls: a function that takes the parameters that are not options, the first one by position, and
             ``options``.
     """
 

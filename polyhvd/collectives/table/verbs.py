@@ -14,8 +14,9 @@ RAISES = {
     "NotInitializedError": "before ``init()``, or after ``shutdown()``.",
     "InvalidArgumentError": "a bad call, such as a name that is in flight or an unknown process set; nothing "
     "was sent.",
-    "TypeError": "an argument is no {tensor}, or its dtype cannot be sent.",
-    "RankMismatchError": "the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.",
+    "TypeError": "an argument is not {a_tensor}, or its dtype cannot be sent.",
+    "RankMismatchError": "shapes, dtypes or arguments differ between ranks; raised on every rank, and the "
+    "job continues.",
     "HorovodInternalError": "a rank was lost or has shut down, or a transfer has timed out.",
 }
 _ALL = (
@@ -31,7 +32,7 @@ _SCATTER_PARAMETERS = (
         "op",
         "int",
         "Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool has "
-        "none. Adasum, which needs whole {tensors}, is refused.",
+        "none. Adasum is not supported, since it needs whole {tensors}.",
         "ReduceOp.Average",
     ),
     replace(
@@ -55,7 +56,7 @@ FAMILIES = {
         Family(
             "allgather",
             ("tensor", "tensors", "name", "process_set", "exact_gradient", "priority"),
-            "The first dimension may differ from rank to rank, and be 0; the result's is the sum of all.",
+            "The first dimension may differ between ranks, and may be 0. That of the result is their sum.",
             _ALL,
         ),
         Family(
@@ -77,7 +78,7 @@ FAMILIES = {
                 *("tensor", "tensors", "name", "compression", "op", "process_set"),
                 *("prescale_factor", "postscale_factor", "exact_gradient", "priority"),
             ),
-            "Rows are dealt out in order of rank; where they do not divide, the first ranks get one more.",
+            "Rows are assigned in order of rank; if they do not divide evenly, the first ranks get one more.",
             _ALL,
             _SCATTER_PARAMETERS,
         ),
@@ -97,8 +98,8 @@ _OVERWRITTEN = (
 _SCATTERED = "{a_tensor} with at least one dimension; shape and dtype are the same on every rank: {dtypes}."
 _GRADIENT = ("exact_gradient",)
 _NEW = ("compression",)
-_HANDLE = "A handle for ``poll()`` and ``synchronize()``, which returns {what} and raises what went wrong."
-_LEAVE_ALONE = "Leave the {tensor} alone until ``synchronize()`` has returned."
+_HANDLE = "A handle for ``poll()`` and ``synchronize()``, which returns {what}, or raises the error."
+_LEAVE_ALONE = "Do not use the {tensor} until ``synchronize()`` has returned."
 
 _ALLREDUCE = (
     Verb(
@@ -241,7 +242,7 @@ _BROADCAST = (
         "{Tensor}",
         "A new {tensor}, on the root as well.",
         "weights = hvd.broadcast({ones}((3,)), root_rank=0)",
-        texts={"tensor": _NUMBERS + " Its values matter on the root alone."},
+        texts={"tensor": _NUMBERS + " Only the values on the root matter."},
     ),
     Verb(
         "broadcast_",
@@ -251,7 +252,7 @@ _BROADCAST = (
         "``tensor`` itself.",
         "weights = {ones}((3,))\nhvd.broadcast_(weights, root_rank=0)",
         without=_GRADIENT,
-        texts={"tensor": _OVERWRITTEN + " The root's is only read."},
+        texts={"tensor": _OVERWRITTEN + " The {tensor} of the root is only read."},
     ),
     Verb(
         "broadcast_async",
@@ -261,7 +262,7 @@ _BROADCAST = (
         _HANDLE.replace("{what}", "the new {tensor}"),
         "handle = hvd.broadcast_async({ones}((3,)), root_rank=0)\nweights = hvd.synchronize(handle)",
         details=_LEAVE_ALONE,
-        texts={"tensor": _NUMBERS + " Its values matter on the root alone."},
+        texts={"tensor": _NUMBERS + " Only the values on the root matter."},
     ),
     Verb(
         "broadcast_async_",
@@ -274,7 +275,7 @@ _BROADCAST = (
         "hvd.synchronize(handle)",
         details=_LEAVE_ALONE,
         without=_GRADIENT,
-        texts={"tensor": _OVERWRITTEN + " The root's is only read."},
+        texts={"tensor": _OVERWRITTEN + " The {tensor} of the root is only read."},
     ),
 )
 
@@ -369,8 +370,8 @@ _HANDLES = (
         "handles",
         "Wait for an operation that an asynchronous function has started, and return its result.",
         "R",
-        "What the same function without ``_async`` returns; of ``alltoall_async`` the tuple. May be called "
-        "again, with the same result.",
+        "The result of the same function without ``_async``; for ``alltoall_async`` always the tuple. "
+        "A second call returns the same result.",
         "handle = hvd.allreduce_async({ones}((3,)))\nmean = hvd.synchronize(handle)",
         raises=(_ALL[-2], _ALL[-1]),
     ),
@@ -394,8 +395,8 @@ _WITHOUT_TENSORS = (
         "for batch in batches:  # as many as this rank has\n    train(batch)\nlast = hvd.join()",
         details="Meanwhile it takes part in the operations of the others: with zeros in sums and averages, "
         "which still divide by the number of ranks, with neutral elements in other reductions, and without "
-        "rows in allgather and alltoall. It cannot be the root of a broadcast, nor start an operation of its "
-        "own. For process sets that others have added meanwhile, ask ``process_set_of()`` afterwards.",
+        "rows in allgather and alltoall. It cannot be the root of a broadcast, nor start an operation. "
+        "For process sets that others have added meanwhile, call ``process_set_of()`` afterwards.",
     ),
 )
 

@@ -32,8 +32,8 @@ class EngineSlot {
   };
 
   // Null: there is no engine. Returns when all visits to the old one are over. False for a table
-  // of another version, of which the core gives none to who tells it its own: then there is no
-  // engine, as nothing could be submitted. One thread at a time.
+  // of another version, which the core gives to no adapter that passes its own version. Then no
+  // engine is set, as nothing could be submitted. One thread at a time.
   bool set(const polyhvd_engine_api* api) noexcept {
     const bool fits = api == nullptr || (api->version == POLYHVD_C_API_VERSION &&
                                          api->size == sizeof(polyhvd_engine_api));

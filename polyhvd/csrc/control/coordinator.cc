@@ -320,7 +320,7 @@ void Coordinator::complete(const Key& key) {
   conclude(negotiation.take_requests(), negotiation.present);
 }
 
-// What is wrong with a process set that all ranks want to add; nothing, mostly.
+// Why a process set that all ranks request cannot be added; usually empty.
 std::string Coordinator::why_not_add(const Agreement& agreement) const {
   std::vector<int> ranks;
   for (const Shape& rank : agreement.shapes) ranks.push_back(static_cast<int>(rank.at(0)));

@@ -9,7 +9,7 @@
 namespace polyhvd {
 namespace {
 
-// Templates that differ in factors, roots or rows alone. Programs whose rows differ every time
+// Templates that differ only in factors, roots or rows. Programs whose rows differ every time
 // would fill the cache with them.
 constexpr std::size_t kAlikeMax = 16;
 constexpr std::size_t kSpareRoundsMax = 1024;
@@ -225,7 +225,7 @@ void Coordinator::keep_few_alike(const Agreement& agreement) {
   if (count >= kAlikeMax && oldest != nullptr) forget(oldest_id);
 }
 
-// Which turn each entry of a batch is. Entries of one template are alike, so that it does not
+// Which turn each entry of a batch is. Entries of one template are equal, so that it does not
 // matter which of them is which, as long as the turns are in order.
 void Coordinator::deal_out_turns() {
   has_turns_ = false;

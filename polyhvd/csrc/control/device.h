@@ -40,7 +40,7 @@ class Devices {
   virtual std::shared_ptr<std::byte> allocate(Device device, std::size_t bytes) = 0;
   // Done when it returns, and seen by what any stream is given afterwards.
   virtual void copy_in(Device device, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
-  // The device of a rank that has joined, and has no tensors of its own: the one that it used
+  // The device of a rank that has joined, and has no tensors: the one that it used
   // last, or else one for each rank on a host.
   virtual Device own(DeviceKind kind) = 0;
 };

@@ -26,7 +26,7 @@ std::string without_controls(std::string_view text) {
   shown.reserve(text.size());
   for (std::size_t at = 0; at < text.size(); ++at) {
     unsigned control = code(at);
-    // U+0080 to U+009F; in UTF-8 other bytes above 0x7f are no control characters.
+    // U+0080 to U+009F; in UTF-8 other bytes above 0x7f are not control characters.
     const bool is_c1 = control == 0xc2 && at + 1 < text.size() && (code(at + 1) & 0xe0) == 0x80;
     if (is_c1) control = code(++at);
     if (!is_c1 && (control == '\n' || control == '\t' || (control >= 0x20 && control != 0x7f))) {
@@ -68,7 +68,7 @@ std::string quoted(std::string_view name) { return concat({"'", name, "'"}); }
 std::string text_of_number(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%g", value);
-  // Two factors that differ must not look alike.
+  // Two factors that differ must not look the same.
   if (std::strtod(text, nullptr) != value) std::snprintf(text, sizeof text, "%.17g", value);
   return text;
 }
@@ -77,7 +77,7 @@ std::string text_of_number(double value) {
 struct Side {
   const Request& request;
   std::size_t tensor;  // the first that differs; meaningful for shapes only
-  bool shows_rows;     // whether the first dimension of an allgather is told
+  bool shows_rows;     // whether the first dimension of an allgather is printed
 };
 
 std::string text_of_shape(const Side& side, const Shape& shape) {

@@ -16,7 +16,7 @@ namespace polyhvd {
 // Nothing when the requests, one per member and in their order, can run as one.
 std::optional<Error> disagreement(std::span<const Request> requests);
 
-// Pieces of messages. By appending alone: GCC 12 warns wrongly of operator+ on
+// Pieces of messages. Only by appending: GCC 12 warns wrongly of operator+ on
 // literals (PR 105651).
 std::string concat(std::initializer_list<std::string_view> parts);
 

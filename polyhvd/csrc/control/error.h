@@ -22,8 +22,8 @@ enum class ErrorCode : std::uint8_t {
   kInternal = 8,         // a bug of ours
 };
 
-// What the other languages and the frameworks have to know of a code. Everything that tells codes
-// apart is made of this table or checked against it: polyhvd/errors.py, the adapters' classes, and
+// The facts about a code for the other languages and the frameworks. Everything that distinguishes
+// codes is made of this table or checked against it: polyhvd/errors.py, the adapters' classes, and
 // the launcher's choice of the rank to blame.
 struct ErrorKind {
   ErrorCode code;

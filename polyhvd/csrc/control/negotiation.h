@@ -17,7 +17,7 @@ namespace polyhvd {
 using Time = std::chrono::steady_clock::time_point;
 
 // An operation that at least one member asked for in full: every side is a request,
-// those that came as hits included. Mostly all ask alike.
+// those that came as hits included. Usually all requests are the same.
 struct Negotiation {
   // False when a side was there already. `request` is one of `sides`.
   bool add(Request request, std::size_t position);

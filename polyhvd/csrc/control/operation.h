@@ -34,7 +34,7 @@ struct Submission {
   std::vector<TensorView> outputs;
   // alltoall: rows for each member, or none for equal parts. add_process_set: ranks.
   std::vector<std::int64_t> numbers;
-  // Of an allgather and an alltoall: told once, when all ranks have agreed, before memory for any
+  // Of an allgather and an alltoall: passed once, when all ranks have agreed, before memory for any
   // output is asked for and before data moves. allgather: rows[m * inputs + i] are member m's of
   // input i, none of one that has joined. alltoall: rows[m] come from member m, kNoRows if it
   // has joined.

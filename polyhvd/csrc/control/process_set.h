@@ -107,7 +107,7 @@ class ProcessSets {
   // valid as long: a set never changes once it was added.
   std::span<const int> members(ProcessSetId id) const { return find(id).members; }
   const Place& place(ProcessSetId id) const { return find(id).place; }
-  // Position of a world rank in the set, or nothing when it is no member of it or
+  // Position of a world rank in the set, or nothing when it is not a member of it or
   // there is no such set.
   std::optional<int> position(ProcessSetId id, int world_rank) const;
   std::vector<ProcessSetId> ids() const;

@@ -1,5 +1,5 @@
 // Operations that need not ever run: a rank submits one and goes on, and others may never
-// do so. No rank waits for them, so they are no stalls and no waits for other ranks.
+// do so. No rank waits for them, so they are neither stalls nor waits for others.
 #pragma once
 
 #include <string_view>

@@ -27,9 +27,9 @@ class Communicator {
  public:
   virtual ~Communicator() = default;
 
-  // Reduces elementwise over the members. `in` and `out` are cut alike, cover
+  // Reduces elementwise over the members. `in` and `out` are cut in the same way, cover
   // the same bytes, and may be the same memory segment by segment. How the
-  // terms of an element are associated depends on ranks and hosts alone.
+  // terms of an element are associated depends only on ranks and hosts.
   virtual void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
                          Deadline deadline) = 0;
 
@@ -42,7 +42,7 @@ class Communicator {
   void allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline);
 
   // Copies the root's `in` (`root` is a position) into everybody's `out`, which
-  // are cut alike on all members. Only the root reads `in`.
+  // are cut in the same way on all members. Only the root reads `in`.
   virtual void broadcast(Segments in, Segments out, int root, Deadline deadline) = 0;
 
   // Reduces as allreduce does, and leaves each member its part: `out` covers
@@ -56,7 +56,7 @@ class Communicator {
   // to] are the bytes of every part, the same numbers on all members.
   virtual void alltoall(ConstBytes in, Bytes out, Counts counts, Deadline deadline) = 0;
 
-  // These concern devices alone, and a CPU has nothing to add to them.
+  // These concern only devices, and a CPU has nothing to add to them.
 
   // What follows, up to end(), is for tensors of `device`, which hold their values once all
   // of `ready` are reached.

@@ -25,7 +25,7 @@ class Channel {
   virtual bool poll(std::string& payload) = 0;
 
   // Makes sure that the peer looks at what was posted, even if it has nothing
-  // pending of its own. Called before this rank goes to sleep over an answer.
+  // pending itself. Called before this rank goes to sleep over an answer.
   virtual void nudge() noexcept {}
 
   // Called once a second or so. If bytes may be lost on the way, sends a heartbeat when

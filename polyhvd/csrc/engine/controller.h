@@ -66,7 +66,7 @@ class Controller {
   // After a failure: why the job has ended, if a neighbour has sent that by now. What
   // else has come is dropped.
   std::optional<Error> take_abort() noexcept;
-  // Tells all neighbours in the tree. Best effort.
+  // Sends it to all neighbours in the tree. Best effort.
   void post_abort(const Error& error) noexcept;
 
   bool is_root() const noexcept { return coordinator_.has_value(); }

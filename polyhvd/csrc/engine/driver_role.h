@@ -44,7 +44,7 @@ class DriverRole {
     if (is_awaited()) notify_waiters();
   }
 
-  // A thread wants it to end the engine: threads that wait for operations give it up from now on.
+  // A thread claims it to end the engine: from now on, threads that wait for operations release it.
   void claim() noexcept { claimed_.store(true); }
   bool is_claimed() const noexcept { return claimed_.load(); }
 

@@ -216,7 +216,7 @@ void Engine::release_role() noexcept {
 void Engine::wait(const OperationPtr& operation, const std::function<bool()>& interrupted) {
   const auto done = [&] { return operation->is_finished(); };
   while (!done()) {
-    if (role_.is_mine()) {  // from a callback of our own
+    if (role_.is_mine()) {  // from one of our callbacks
       drive(done);
     } else if (!role_.is_claimed() && take_role()) {
       interrupted_ = &interrupted;
@@ -468,7 +468,7 @@ void Engine::fail(const Error& error) noexcept {
     parts_.liveness->spread_abort(error);
     controller_->post_abort(error);
   }
-  // A rank that leaves in good order is no failure if nothing was pending here.
+  // A rank that leaves in good order is not a failure if nothing was pending here.
   const bool is_failure = error.code != ErrorCode::kPeerDeparted || queue_.pending() > 0;
   std::string states = is_failure ? flight_.look(error.message) : std::string();
   executor_.begin();
@@ -606,7 +606,7 @@ bool Engine::idle_for_long() {
   return true;
 }
 
-// Before the checks stop: a rank that is no member of a set may have nothing pending itself.
+// Before the checks stop: a rank that is not a member of a set may have nothing pending itself.
 void Engine::nudge_others() {
   if (sets_.ids().size() > 1) controller_->nudge();
 }
@@ -649,8 +649,9 @@ void Engine::tune(const Tuning& tuning) {
 
 void Engine::notify(std::uint32_t notice) {
   if (rank_ != 0) {
-    throw Failure(ErrorCode::kInvalidArgument,
-                  "notify(): rank 0 alone does, for all; this is rank " + std::to_string(rank_));
+    throw Failure(
+        ErrorCode::kInvalidArgument,
+        "notify(): only rank 0 may call it, for all; this is rank " + std::to_string(rank_));
   }
   tuner_.notify(notice);
 }

@@ -194,7 +194,7 @@ class Engine {
   void doze();
 
   const int rank_;
-  ProcessSets sets_;  // changed through queue_, by the driver; it alone reads them here
+  ProcessSets sets_;  // changed through queue_, by the driver; only it reads them here
   const EngineOptions options_;
   OpQueue queue_;
   Timeline timeline_;

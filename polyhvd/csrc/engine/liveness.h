@@ -21,14 +21,14 @@ class Liveness {
   virtual ~Liveness() = default;
   // Why the job ended, if another rank of this host has reported that, or has died. Cheap.
   virtual std::optional<Error> abort_reason() const = 0;
-  // Tells the ranks of this host that the job has ended, and wakes them.
+  // Notifies the ranks of this host that the job has ended, and wakes them.
   virtual void spread_abort(const Error& error) noexcept = 0;
   // Marks this rank as departed in good order, before its connections close.
   virtual void leave() noexcept = 0;
   // Called now and then: lets a library that sends only while it is asked to, such as MPI, go on
   // with what others wait for. `pending`: so does a caller of this rank. Role's holder only.
   virtual void move_along(bool pending) = 0;
-  // Tells the ranks of this host that this one has executed so many removals of process sets.
+  // Reports to the ranks of this host that this one has executed `count` removals of process sets.
   virtual void tell_removals(std::uint64_t count) noexcept = 0;
   // Closes every connection and unmaps shared memory; no communicator or channel
   // is left by then. Counters stay readable.

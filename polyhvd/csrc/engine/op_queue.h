@@ -36,7 +36,7 @@ class OpQueue {
   void require_valid(const Submission& submission) const;
 
   // The turn of a call without a name that is submitted later. Throws as submit() does for a
-  // rank that is no member, or has joined; that the queue is closed is said in submit().
+  // rank that is not a member, or has joined; submit() reports that the queue is closed.
   Turn take_turn(ProcessSetId set, OpKind kind);
 
   // Whether something waits to be announced. Any thread, no lock.

@@ -2,8 +2,8 @@
 // that could end the wait. One per engine.
 //
 // Two threads may sleep at the same time: the one that holds the driver's role
-// (await), and the engine's own thread without it (doze). Callbacks run on the
-// role's holder alone.
+// (await), and the engine's own thread without it (doze). Callbacks run only on the
+// role's holder.
 #pragma once
 
 #include <sched.h>
@@ -42,7 +42,7 @@ class Parking {
 
   // The word that peers on this host read before they wake it. A rank that dozes has
   // nothing pending: whether it is worth waking is the peer's choice. One that
-  // waits is woken for everything. Without a segment it is a word of our own.
+  // waits is woken for everything. Without a segment it is a word of this process.
   static constexpr std::uint32_t kAwake = 0;
   static constexpr std::uint32_t kDozing = 1;
   static constexpr std::uint32_t kWaiting = 2;

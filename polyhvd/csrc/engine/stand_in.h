@@ -10,7 +10,7 @@
 
 namespace polyhvd {
 
-// An operation with memory of its own, to be run in the place of one that the member
+// An operation with its own memory, to be run in the place of one that the member
 // at `position` has not asked for.
 OperationPtr stand_in(const Agreement& agreement, int position);
 

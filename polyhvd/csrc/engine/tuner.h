@@ -18,7 +18,7 @@ namespace polyhvd {
 class Tuner {
  public:
   // `cycle` may be finer than the microseconds of `initial`. The speed of every
-  // `steps_per_sample` steps goes to `mailbox`; 0: of none, and there need be no mailbox.
+  // `steps_per_sample` steps goes to `mailbox`; 0: of none, and no mailbox is needed.
   Tuner(const Tuning& initial, std::chrono::nanoseconds cycle, int steps_per_sample,
         std::shared_ptr<Mailbox> mailbox)
       : mailbox_(std::move(mailbox)),

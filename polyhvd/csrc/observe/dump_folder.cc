@@ -59,7 +59,7 @@ bool anyone_may_write(int fd) {
   return fstat(fd, &status) != 0 || (status.st_mode & S_IWOTH) != 0;
 }
 
-// The folder `name`, made or found; not open unless it is this user's alone.
+// The folder `name`, made or found; not open unless it belongs only to this user.
 OwnedFd open_private(int parent, const std::string& name, bool& made) {
   made = mkdirat(parent, name.c_str(), kFolderMode) == 0;
   if (!made && errno != EEXIST) return OwnedFd();

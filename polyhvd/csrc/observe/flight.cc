@@ -247,7 +247,7 @@ struct SignalServer {
     const std::uint64_t one = 1;
     (void)!write(g_signalled_fd.load(), &one, sizeof one);
     thread.join();
-    // The thread may have left without reading that: it is no signal for the next one.
+    // The thread may have left without reading that: it is not a signal for the next one.
     pollfd unread{g_signalled_fd.load(), POLLIN, 0};
     std::uint64_t count = 0;
     if (poll(&unread, 1, 0) > 0) (void)!read(unread.fd, &count, sizeof count);

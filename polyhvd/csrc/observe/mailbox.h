@@ -42,7 +42,7 @@ class Mailbox {
   void ask_stacks();
   std::optional<std::string> take_stacks();
   void set_on_stacks(std::function<void()> on_stacks);
-  // What can be said of them while the program's lock is held; may be empty.
+  // What can be reported about them while the program's lock is held; may be empty.
   std::string dump_stacks() const;
   // What the program has remarked last.
   std::string remarked();

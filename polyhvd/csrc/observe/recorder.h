@@ -28,7 +28,7 @@ enum class OpState : std::uint8_t {
   kRunning = 3,
   kDone = 4,
   kFailed = 5,   // with the engine
-  kRefused = 6,  // by all members alike: they disagree, or one has left
+  kRefused = 6,  // by all members: they disagree, or one has left
 };
 std::string_view name_of(OpState state) noexcept;
 
@@ -107,7 +107,7 @@ class Recorder {
   //
   // Each later word is one store by the driver, and needs no lock. `times` carry the
   // low bits of the lap: a store that comes too late, when the slot has another
-  // operation already, is told by its tag. `batch`, `place` and `end` are stored
+  // operation already, is recognized by its tag. `batch`, `place` and `end` are stored
   // before the time that makes them valid.
   struct alignas(64) Slot {
     Word version{0};

@@ -1,4 +1,4 @@
-// Text and paths between Python and the core, which has bytes. A path need be no UTF-8: Python's
+// Text and paths between Python and the core, which has bytes. A path need not be UTF-8: Python's
 // strings have surrogates for such bytes.
 #pragma once
 

@@ -78,7 +78,7 @@ def read(path: str, warn: Callable[[str], None]) -> dict[str, str]:
         warn: called with a line for each unknown key.
 
     Raises:
-        ConfigFileError: there is no PyYAML; the file cannot be read, is no YAML, or has a wrong type.
+        ConfigFileError: there is no PyYAML; the file cannot be read, is not YAML, or has a wrong type.
     """
     try:
         import yaml
@@ -102,9 +102,9 @@ def read(path: str, warn: Callable[[str], None]) -> dict[str, str]:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else path
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise ConfigFileError(f"--config-file {where}: this is no YAML: {problem}") from None
+        raise ConfigFileError(f"--config-file {where}: this is not YAML: {problem}") from None
     except (TypeError, ValueError, RecursionError) as error:  # a date that is none, a mapping in itself, ...
-        raise ConfigFileError(f"--config-file {path}: this is no YAML that can be read: {error}") from None
+        raise ConfigFileError(f"--config-file {path}: this is not valid YAML: {error}") from None
     return settings_of(content, f"--config-file {path}", warn)
 
 
@@ -148,7 +148,7 @@ def _check_twice(root: Any) -> None:
         seen: set[str] = set()
         for key, _ in node.value if getattr(node, "id", "") == "mapping" else ():
             if str(key.value) in seen:
-                raise ConfigFileError(f"line {key.start_mark.line + 1}: {key.value!r} stands there twice")
+                raise ConfigFileError(f"line {key.start_mark.line + 1}: {key.value!r} is repeated")
             seen.add(str(key.value))
 
 
@@ -181,9 +181,9 @@ def _text(value: Any, key: _Key, where: str) -> str:
     if key.kind == "number" and not (number and math.isfinite(value) and value >= 0):
         raise ConfigFileError(f"{where}: expected a number from 0 on, found {reprlib.repr(value)}")
     if key.kind == "text" and not isinstance(value, str):
-        raise ConfigFileError(f"{where}: expected a text, found {reprlib.repr(value)}")
+        raise ConfigFileError(f"{where}: expected a string, found {reprlib.repr(value)}")
     if "\0" in str(value):
-        raise ConfigFileError(f"{where}: a text with a zero byte cannot be a variable of the environment")
+        raise ConfigFileError(f"{where}: a string with a zero byte cannot be an environment variable")
     if key.kind == "cores" and not isinstance(value, (int, str)):
         raise ConfigFileError(
             f"{where}: expected the numbers of cores, as 0 or '0,1', found {reprlib.repr(value)}"

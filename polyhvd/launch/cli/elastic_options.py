@@ -33,7 +33,7 @@ def elastic_of(programs: Sequence[argparse.Namespace], hosts: list[Host] | None)
     options = programs[0]
     _refuse_others(programs)
     if options.host_discovery_script is not None and hosts is not None:
-        raise ValueError("--host-discovery-script says which hosts there are; leave out -H and --hostfile")
+        raise ValueError("--host-discovery-script lists the hosts; leave out -H and --hostfile")
     discovery = None
     if options.host_discovery_script is not None:
         discovery = Discovery(discovery_of(options.host_discovery_script, options.slots_per_host or 1))
@@ -88,7 +88,9 @@ def _refuse_others(programs: Sequence[argparse.Namespace]) -> None:
     }
     for name, given in refused.items():
         if given:
-            raise ValueError(f"{name}: not in an elastic job; leave out --min-np and its like")
+            raise ValueError(
+                f"{name}: not supported in an elastic job; leave out --min-np and the other elastic options"
+            )
 
 
 def _timeout_s(options: argparse.Namespace) -> float:

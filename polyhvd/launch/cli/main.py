@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    gc.freeze()  # what was imported is no garbage: not now, and not at the end, which it would prolong
+    gc.freeze()  # what was imported is not garbage: not now, and not at the end, which it would prolong
     parser = make_parser()
     programs = parse(parser, arguments)
     options = programs[0]
@@ -126,8 +126,8 @@ def _warn_of_other_containers(options: argparse.Namespace) -> None:
     found = sagemaker.find_container(os.environ)
     if found is not None and len(found[0].hosts) > 1:
         print(
-            f"polyhvdrun: this job is one of {found[0].current} alone, of the containers "
-            f"{', '.join(found[0].hosts)}; --sagemaker in each of them makes one of all",
+            f"polyhvdrun: this job uses only {found[0].current}, one of the containers "
+            f"{', '.join(found[0].hosts)}; start polyhvdrun --sagemaker in each of them for a job on all",
             file=sys.stderr,
             flush=True,
         )

@@ -428,7 +428,7 @@ def _add_nodes(parser: Parser) -> None:
 
 
 def is_one_of_several(options: argparse.Namespace) -> bool:
-    """Whether polyhvdrun is started on every host, and this is one of them."""
+    """Return whether polyhvdrun is started on every host, and this is one of them."""
     return options.sagemaker or any(
         value is not None for value in (options.nnodes, options.node_rank, options.rdzv_endpoint)
     )
@@ -451,7 +451,7 @@ def take_ranks_per_node(programs: list[argparse.Namespace]) -> None:
     if options.slots_per_host not in (None, count):
         raise ValueError(f"--nproc-per-node {count} and --slots-per-host {options.slots_per_host} differ")
     if options.hosts is None and options.hostfile is None and options.num_proc not in (None, count):
-        raise ValueError(f"--nproc-per-node {count} and -np {options.num_proc} differ, on this host alone")
+        raise ValueError(f"--nproc-per-node {count} and -np {options.num_proc} differ on a single host")
     options.slots_per_host = count
 
 

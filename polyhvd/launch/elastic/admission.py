@@ -53,11 +53,11 @@ class Admission:
             waiting.append(start)
 
     def awaits(self, process: HostAgent) -> bool:
-        """Whether it is not known yet if the host of this agent can take part."""
+        """Return whether it is not known yet if the host of this agent can take part."""
         return process in self._waiting
 
     def refuses(self, process: HostAgent) -> bool:
-        """Whether the host of this agent could not take part."""
+        """Return whether the host of this agent could not take part."""
         return process in self._refused
 
     def forget(self, process: HostAgent) -> None:

@@ -458,7 +458,7 @@ class Driver:
         self._place_requests.clear()
 
     def _reject(self, member: int, request: PlaceRequest) -> None:
-        """Reply to a process that is no member; some of these have ended and read no reply."""
+        """Reply to a process that is not a member; some of these have ended and read no reply."""
         assert self._job is not None
         self._job.rendezvous.post(place_scope(member, request.after), 0, PlaceReply(0).encoded())
         if len(self._rejected) == _REJECTED_MAX:

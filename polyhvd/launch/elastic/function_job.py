@@ -154,7 +154,7 @@ class FunctionJob(abc.ABC):
             os.write(self._alarm, b"+")
 
     def add_result(self, generation: int, rank: int, size: int, value: Any) -> None:
-        """What the function has returned in a process whose last world and rank were these."""
+        """Record the function's result in a process with this last world and rank."""
         self._results.setdefault(generation, {})[rank] = value
         self._sizes[generation] = size
 

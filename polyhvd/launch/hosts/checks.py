@@ -37,7 +37,8 @@ __all__ = [
 
 #: Clocks that differ by more make logs, certificates and files' times useless.
 CLOCK_OFFSET_MAX_S = 60.0
-#: Less than that is no room: a checkpoint's lock file or a loader's semaphore would fail in the midst.
+#: Less than that is not enough room: a checkpoint's lock file or a loader's semaphore would fail in the
+#: midst.
 ROOM_BYTES_MIN = 1 << 20
 _PYTHON_MIN = (3, 8)
 _REACH_TIMEOUT_S = 10.0  # at most, for a host to connect to the launcher
@@ -328,11 +329,11 @@ class HostChecks:
         return self._hosts[process].problems
 
     def has_passed(self, process: HostAgent) -> bool:
-        """Whether the host of this agent can take part."""
+        """Return whether the host of this agent can take part."""
         return self._hosts[process].done and not self._hosts[process].problems
 
     def awaits(self, process: HostAgent) -> bool:
-        """Whether the reply of this agent's host is for these checks."""
+        """Return whether the reply of this agent's host is for these checks."""
         return process in self._hosts
 
     def route_of(self, process: HostAgent) -> Route:

@@ -1,6 +1,6 @@
 """Facts about a host before ranks are started there: a program that an agent runs.
 
-It goes to the host as text, so it uses the standard library alone, and nothing newer than Python 3.8. It
+It goes to the host as text, so it uses only the standard library, and nothing newer than Python 3.8. It
 judges nothing: what is good enough :mod:`polyhvd.launch.hosts.checks` decides, where all hosts are known.
 """
 

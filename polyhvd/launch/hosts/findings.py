@@ -1,6 +1,6 @@
 """Facts about a host for the doctor: a program that an agent runs, or the doctor itself where it is.
 
-It goes to the host as text, so it uses the standard library alone, and nothing newer than Python 3.8. It
+It goes to the host as text, so it uses only the standard library, and nothing newer than Python 3.8. It
 judges nothing; that is for :mod:`polyhvd.launch.hosts.diagnosis`.
 """
 

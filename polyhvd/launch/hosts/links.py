@@ -1,7 +1,7 @@
 """Measures the network between hosts: a program that agents run, once as the server and once as the client.
 
 Every connection proves the secret of this examination before anything else. All of it is bounded in time and
-bytes. It goes to hosts as text: the standard library alone, and nothing newer than Python 3.8.
+bytes. It is sent to hosts as text, so it uses only the standard library of Python 3.8.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def parse_hosts(text: str, slots: int = 1) -> list[Host]:
 def parse_hostfile(path: str, slots: int = 1) -> list[Host]:
     """Read a file with a host a line: ``host1 slots=2`` or ``host1:2``; ``#`` begins a comment.
 
-    As in the lists of batch systems, a host has as many slots as there are lines with its name alone; one
+    As in the lists of batch systems, a host has as many slots as there are lines with only its name; one
     such line means ``slots`` of them. Raises HostsError.
     """
     try:

@@ -142,14 +142,14 @@ class Heartbeat:
         self._received_at = now
 
     def is_due(self, now: float) -> bool:
-        """Whether this side has to send a heartbeat now, which then counts as sent."""
+        """Return whether this side has to send a heartbeat now, which then counts as sent."""
         if now < self._sent + self._interval_s:
             return False
         self._sent = now
         return True
 
     def is_silent(self, now: float) -> bool:
-        """Whether to give up the other side; called in every turn, after reading what was received."""
+        """Return whether to give up the other side; called in every turn, after reading what was received."""
         if now > self._looked + 2 * self._interval_s:
             self._received_at = now
         self._looked = now
@@ -455,7 +455,7 @@ class Agent:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a group of its own, with its children
+            start_new_session=True,  # a separate group, with its children
             preexec_fn=leash,
             pass_fds=pipes,
         )
@@ -559,7 +559,7 @@ class Agent:
 
 
 def _has_handler(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, from /proc; True if that is unknown."""
+    """Return whether a process has a handler for a signal, from /proc; True if that is unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             caught = file.read().split("SigCgt:", 1)[1].split(None, 1)[0]
@@ -584,7 +584,7 @@ def _explain(error: Exception, program: str, cwd: str) -> bytes:
 
 
 def _is_script(path: str) -> bool:
-    """Whether a file that cannot be run is rather for Python to read."""
+    """Return whether a file that cannot be run is rather for Python to read."""
     try:
         with open(path, "rb") as file:
             return path.endswith(".py") or b"python" in file.readline(200)
@@ -635,7 +635,7 @@ def main(parent: int | None = None) -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(_PARENT_GONE, _leave_to_the_loop)  # not ignored, and not yet deadly
     if parent is not None:
-        # Standard input alone would do, were the launcher sure never to be forked.
+        # The end of standard input would be enough if the launcher were never forked.
         _LIBC.prctl(_PR_SET_PDEATHSIG, _PARENT_GONE, 0, 0, 0)
         if os.getppid() != parent:
             return

@@ -80,7 +80,7 @@ class AgentStreams:
         return frames
 
     def is_done(self) -> bool:
-        """Whether nothing more will come, and the end of every rank is in what has come."""
+        """Return whether nothing more will come, and the end of every rank is in what has come."""
         if not self._at_end:
             return False
         unread = agent.split_frames(bytearray(self._inbox))
@@ -119,7 +119,7 @@ class AgentStreams:
         """Kill what has outlived the agent where this process can; elsewhere its guard has to do."""
 
     def _greeted(self) -> bool:
-        """Whether it has sent the magic number of an agent."""
+        """Return whether it has sent the magic number of an agent."""
         return True
 
     def _unpacked(self, data: bytes) -> bytes:
@@ -151,7 +151,7 @@ class AgentProcess(AgentStreams):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the launcher alone to handle
+            start_new_session=True,  # only the launcher handles Ctrl-C
             bufsize=0,
         )
         stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr

@@ -35,7 +35,7 @@ def agent_source() -> bytes:
 
 
 def agent_code() -> bytes:
-    """The same program compiled, for this very Python alone: compiling is half of an agent's start."""
+    """Return the program compiled for this version of Python: compiling takes half of an agent's start."""
     modules = ((processes, processes.__name__), (agent, "__main__"))
     return marshal.dumps([(name, _code(module)) for module, name in modules])
 
@@ -49,7 +49,7 @@ def examination(modules: Sequence[ModuleType], request: dict[str, Any]) -> bytes
     """The code that an agent runs for an EXAMINE: ``main(request)`` of the last of these modules.
 
     Args:
-        modules: each after those that it imports. They use the standard library alone, of Python 3.8.
+        modules: each after those that it imports. They use only the standard library of Python 3.8.
         request: goes through JSON.
     """
     name = modules[-1].__name__

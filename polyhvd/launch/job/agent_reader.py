@@ -1,7 +1,7 @@
 """Runs the agent's program, of which so many bytes come first on standard input: ``agent_reader.py BYTES``.
 
 For what starts agents and may or may not pass words through a shell: this command line has nothing in it
-that a shell would change. Uses the standard library alone, and nothing newer than Python 3.8.
+that a shell would change. Uses only the standard library, and nothing newer than Python 3.8.
 """
 
 import sys

@@ -216,13 +216,16 @@ def converse(command: str, given: int | None, ask: Callable[[int], None], *, fix
 def _chosen(given: int | None, found: Sequence[int], noun: str) -> int:
     listed = ", ".join(map(str, found)) or "none"
     if given is not None and given not in found:
-        raise OSError(f"--job {given} is no {noun} of this user on this host; there are: {listed}")
+        raise OSError(
+            f"--job {given}: this user has no {noun} with this process id on this host; found: {listed}"
+        )
     if not found:
         raise OSError(
-            f"no {noun} of this user has its polyhvdrun on this host; jobs of --mpi and --jsrun have none"
+            f"found no {noun} of this user whose polyhvdrun runs on this host; jobs started with --mpi or "
+            "--jsrun are not listed"
         )
     if given is None and len(found) > 1:
-        raise OSError(f"name the job with --job PID; {noun}s whose polyhvdrun runs here: {listed}")
+        raise OSError(f"choose a job with --job PID; {noun}s whose polyhvdrun runs here: {listed}")
     return found[0] if given is None else given
 
 
@@ -298,6 +301,6 @@ def _places(*, fixed: bool = False) -> dict[int, str]:
 
 
 def _is_trusted(job: int, process: int, user: int) -> bool:
-    """Whether a listener is the launcher of a job, and of a user to be trusted."""
+    """Return whether a listener is the launcher of a job, and of a user to be trusted."""
     # A process of another container that shares this network has the process id 0 here.
     return process in (job, 0) and (user == os.geteuid() or (os.geteuid() == 0 and process == job))

@@ -483,7 +483,7 @@ class Job:
         return ready
 
     def _judges(self, process: HostAgent) -> bool:
-        """Whether it is not known yet if the host of this agent can take part."""
+        """Return whether it is not known yet if the host of this agent can take part."""
         return self._checks is not None and self._checks.awaits(process)
 
     def _take(self, process: HostAgent) -> None:

@@ -51,7 +51,7 @@ class Nodes:
     host: str  # the first one, as the others reach it
     port: int
     interface: str  # to listen on; empty: everywhere
-    key: str  # tells the job from the same user's others
+    key: str  # distinguishes the job from other jobs of the same user
     slots: int  # how many ranks this host takes
     secret_hint: str
 
@@ -130,7 +130,7 @@ def _check(programs: list[argparse.Namespace]) -> None:
     if options.sagemaker:
         for name in ("nnodes", "node_rank"):
             if getattr(options, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')}: --sagemaker knows it; leave it out")
+                raise ValueError(f"--{name.replace('_', '-')}: --sagemaker sets it; leave it out")
     if options.nproc_per_node is not None and options.nproc_per_node < 1:
         raise ValueError(f"--nproc-per-node {options.nproc_per_node}: must be 1 or more")
 
@@ -210,12 +210,13 @@ def _secret(nodes: Nodes) -> bytes:
     if len(nodes.names) > 1 and not secret:
         if not Settings.from_environment().trust_network:
             raise ConfigError(
-                f"POLYHVD_SECRET: {len(nodes.names)} hosts need a secret by which they know each other; set "
+                f"POLYHVD_SECRET: {len(nodes.names)} hosts need a secret to authenticate each other; set "
                 f"it {nodes.secret_hint}"
             )
         secret = _NO_SECRET
         print(
-            "polyhvdrun: POLYHVD_TRUST_NETWORK=1: whoever reaches this port can join the job", file=sys.stderr
+            "polyhvdrun: POLYHVD_TRUST_NETWORK=1: any process that reaches this port can join the job",
+            file=sys.stderr,
         )
     return derive_secret(secret, nodes.key)
 

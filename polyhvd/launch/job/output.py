@@ -1,8 +1,8 @@
 """Prints what the ranks write: whole lines, each with its rank, never two mixed into one.
 
 Works on bytes, since a rank may write anything. A progress bar of rank 0 moves on a terminal and
-leaves its last state elsewhere. A closed pipe (``| head``) ends the printing, not the job; nor does a
-full disk, of which standard error tells.
+leaves its last state elsewhere. A closed pipe (``| head``) ends the printing, not the job. A full disk
+does not end the job either; it is reported on standard error.
 """
 
 from __future__ import annotations

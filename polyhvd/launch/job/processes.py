@@ -65,7 +65,7 @@ def send_signal(rank: int, number: int) -> None:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, or has blocked it to wait for it."""
+    """Return whether a process has a handler for a signal, or has blocked it to wait for it."""
     try:
         with open(f"/proc/{pid}/status", "rb") as status:
             masks = re.findall(rb"Sig(?:Cgt|Blk):\s*([0-9a-f]+)", status.read())

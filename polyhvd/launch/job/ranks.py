@@ -101,7 +101,7 @@ class FixedRanks:
         self._begun_at: float | None = None
 
     def begin(self, job: DrivenJob, now: float) -> None:
-        """Whether nothing more will be started."""
+        """Return whether nothing more will be started."""
         self._begun_at = now
 
     def turn(self, now: float) -> None:
@@ -146,7 +146,7 @@ class FixedRanks:
 
 
 def ranks_of(spec: JobSpec) -> Ranks:
-    """Those of a job."""
+    """Return the ranks of a job."""
     if spec.elastic is None:
         return FixedRanks(spec.policy, spec.placements, spec.hosts)
     from polyhvd.launch.elastic.driver import Driver  # most jobs are not elastic

@@ -117,7 +117,7 @@ class JobSpec:
         """The processes that an agent has to start, see :class:`polyhvd.launch.providers.starting.HostAgent`.
 
         Args:
-            ranks: each with what its environment has of its own.
+            ranks: each with the variables that only it has.
             inherited: what they have of the launcher's environment.
             variables: of the job, for all of them.
         """

@@ -39,7 +39,7 @@ class Stopping:
         self._failed_at = at if self._failed_at is None else min(at, self._failed_at)
 
     def is_due_after_failure(self, now: float) -> bool:
-        """Whether the moment of :meth:`plan_after_failure` has come."""
+        """Return whether the moment of :meth:`plan_after_failure` has come."""
         return self._failed_at is not None and now >= self._failed_at
 
     def begin(self, number: int, now: float) -> None:

@@ -53,7 +53,7 @@ class Verdict:
         )
 
     def has_finished(self, rank: int) -> bool:
-        """Whether a rank has reported that its work is done."""
+        """Return whether a rank has reported that its work is done."""
         return self._progress.get(rank) == FINISHED
 
     def ending(self, rank: int, host: str, status: int, tail: Sequence[bytes], reason: str = "") -> Ending:

@@ -1,5 +1,5 @@
 """Where jobs come from: a file for each way in which ranks are started.
 
 Empty, since launcher and ranks need different ones: :mod:`polyhvd.launch.providers.precedence` has those that
-ranks import; what starts ranks, from :mod:`polyhvd.launch.providers.starting` on, is for the launcher alone.
+ranks import; only the launcher uses what starts ranks, from :mod:`polyhvd.launch.providers.starting` on.
 """

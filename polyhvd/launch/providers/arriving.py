@@ -53,7 +53,7 @@ class ArrivedAgent(AgentStreams):
     def __init__(
         self, connection: socket.socket, signed: SignedStream, host: str, slots: int, nonce: str
     ) -> None:
-        """Take over a connection that has proved its secret and said hello."""
+        """Take over a connection that has proved its secret and sent its hello."""
         self._signed = signed
         self.slots = slots
         # Of this host, as that one reaches it; a socket for both versions of IP returns it as IPv6.

@@ -25,7 +25,7 @@ class Seen:
         claim = self.claim
         place = "a rank" if claim.rank is None else f"rank {claim.rank}"
         number = "an unknown number" if claim.size is None else str(claim.size)
-        return f"{self.provider.name} says {place} of {number} ({claim.seen})"
+        return f"{self.provider.name} gives {place} of {number} ({claim.seen})"
 
 
 def seen(providers: tuple[Provider, ...], environ: Mapping[str, str]) -> list[Seen]:

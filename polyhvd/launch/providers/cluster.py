@@ -2,7 +2,7 @@
 Kubeflow's TFJob set it, and Vertex AI's CLUSTER_SPEC.
 
 Ranks are numbered as tf.distribute numbers them (tensorflow/python/distribute/multi_worker_util.py,
-``id_in_cluster``): the chief, then the workers. An evaluator is no rank, but a world of one.
+``id_in_cluster``): the chief, then the workers. An evaluator is not a rank, but a world of one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class ClusterProvider(MeetingProvider):
             kind, number = str(task.get("type", "")), task.get("index")
             index = None if number is None else int(number)
         except (AttributeError, TypeError, ValueError, OverflowError, RecursionError):
-            raise ConfigError(f"{self.name} is no description of a cluster in JSON: {text[:200]!r}") from None
+            raise ConfigError(
+                f"{self.name} is not a description of a cluster in JSON: {text[:200]!r}"
+            ) from None
         ranks = [(kind, number) for kind in _RANKS for number in range(len(cluster.get(kind, ())))]
         if not ranks and kind not in _RANKS:
             return None
@@ -61,7 +63,7 @@ class ClusterProvider(MeetingProvider):
         if kind in _EVALUATORS or (len(ranks) == 1 and not kind):
             return Claim(0, 1, seen=seen)
         if (kind, index) not in ranks:
-            raise ConfigError(f"init(): this process is no rank of its cluster ({seen})")
+            raise ConfigError(f"init(): this process is not a rank of its cluster ({seen})")
         assert index is not None
         hosts = [host for name in _RANKS for host in cluster.get(name, ())]
         if twice := next((host for host in hosts if hosts.count(host) > 1), ""):

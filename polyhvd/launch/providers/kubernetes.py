@@ -42,7 +42,8 @@ class KubernetesProvider(MeetingProvider):
         """Find the pod with index 0. Without a size that one may be alone."""
         if claim is not None and claim.size is None and not claim.rank:
             _LOG.warning(
-                "init(): this process may be one of several that Kubernetes has started (%s); it goes on as "
+                "init(): this process may be one of several that Kubernetes has started (%s); it "
+                "continues as "
                 "a world of one. If there are others, set POLYHVD_SIZE to the completions of the Indexed Job",
                 claim.seen,
             )

@@ -1,7 +1,7 @@
 """Jobs of polyhvdrun, on this host and on others: each rank has its place in environment variables.
 
 Those of elastic jobs: :mod:`polyhvd.launch.providers.elastic`.
-A process without any of them is a job of its own.
+A process without any of them is a job with one rank.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Lsf:
         if tasks is not None and tasks > 1:
             raise ConfigError(
                 f"jsrun has started this polyhvdrun as one of {tasks} "
-                f"({shown(environ, 'JSM_NAMESPACE_RANK', 'JSM_NAMESPACE_SIZE')}), and each would start a job "
-                "of its own. Either `jsrun ... python train.py`, or polyhvdrun without jsrun; or "
+                f"({shown(environ, 'JSM_NAMESPACE_RANK', 'JSM_NAMESPACE_SIZE')}), and each would start "
+                "a separate job. Either `jsrun ... python train.py`, or polyhvdrun without jsrun; or "
                 "-H localhost:N for a job in every task"
             )
         hosts = _LISTS[variable](environ[variable])
@@ -96,7 +96,7 @@ def hosts_of_jsrun(allocation: Allocation | None, size: int | None, slots_per_ho
     Where batch scripts run on a launch node, LSF lists that first, with one slot, and then the compute nodes.
 
     Raises:
-        ValueError: this is no job of LSF's, or the ranks are not as many on each host.
+        ValueError: this is not a job of LSF's, or the ranks are not as many on each host.
     """
     if allocation is None or not isinstance(allocation.allocator, Lsf):
         raise ValueError("--jsrun is for jobs of LSF, on the hosts of the job (LSB_JOBID, and no -H)")
@@ -150,7 +150,7 @@ def _pairs(text: str) -> list[Host]:
     counts = words[1::2]
     if len(words) % 2 or not all(word.isascii() and word.isdigit() and int(word) for word in counts):
         raise ConfigError(
-            f"LSB_MCPU_HOSTS={text} is no list of hosts, each with its number of slots; is it cut off? "
+            f"LSB_MCPU_HOSTS={text} is not a list of hosts, each with its number of slots; is it cut off? "
             "-H names hosts and slots instead"
         )
     return [Host(name, int(count)) for name, count in zip(words[::2], counts, strict=True)]

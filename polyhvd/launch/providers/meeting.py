@@ -132,7 +132,7 @@ class MeetingProvider(ABC):
 
     @abstractmethod
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """Whether this process is a rank of such a job."""
+        """Return whether this process is a rank of such a job."""
 
     def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """Find rank 0, and agree on the hosts of all ranks."""
@@ -166,7 +166,7 @@ class MeetingProvider(ABC):
         if claim.one_host:
             return UnixMeetingPoint(f"{claim.job_id} {claim.restart}", secret)
         if not claim.root:
-            raise ConfigError(f"init(): {self.name} does not say where rank 0 is ({claim.seen})")
+            raise ConfigError(f"init(): {self.name} does not contain the address of rank 0 ({claim.seen})")
         return PortMeetingPoint(claim.job_id, secret or self._without_secret(claim, settings), claim.root)
 
     @staticmethod
@@ -179,8 +179,8 @@ class MeetingProvider(ABC):
     def _checked(self, claim: Claim) -> tuple[int, int]:
         if claim.size is None:
             raise ConfigError(
-                f"init(): {self.name} has started this process as one of several ({claim.seen}), but does "
-                "not say of how many; set POLYHVD_SIZE, or POLYHVD_ALONE=1 for a world of one rank"
+                f"init(): {self.name} has started this process as one of several ({claim.seen}), but not "
+                "set their number; set POLYHVD_SIZE, or POLYHVD_ALONE=1 for a world of one rank"
             )
         rank = claim.rank or 0
         if not rank < claim.size:
@@ -198,13 +198,13 @@ class MeetingProvider(ABC):
         if settings.trust_network:
             if not claim.rank:
                 _LOG.warning(
-                    "POLYHVD_TRUST_NETWORK=1: the ranks of this job have no secret; whoever reaches their "
-                    "ports can join it, and have them run code"
+                    "POLYHVD_TRUST_NETWORK=1: the ranks of this job have no secret; any process that reaches "
+                    "their ports can join it, and have them run code"
                 )
             return _NO_SECRET
         raise ConfigError(
             f"init(): the ranks that {self.name} has started ({claim.seen}) may be on several hosts, and "
-            f"have no secret by which they could know each other. {self._secret_recipe()}"
+            f"have no secret to authenticate each other. {self._secret_recipe()}"
         )
 
     def _secret_recipe(self) -> str:

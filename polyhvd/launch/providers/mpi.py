@@ -64,7 +64,7 @@ class MpiProvider:
 
 
 def _is_srun(launch: MpiLaunch, environ: Mapping[str, str]) -> bool:
-    """Whether these are the variables of srun's own PMI, and not of an mpirun within its step."""
+    """Return whether these are the variables of srun's own PMI, and not of an mpirun within its step."""
     if launch.launcher not in ("MPICH", "PMIx") or "SLURM_STEP_ID" not in environ:
         return False
     sizes = (environ.get("SLURM_STEP_NUM_TASKS", ""), "0")

@@ -51,7 +51,7 @@ def counts(text: str) -> list[int]:
     for item in text.split(","):
         match = _COUNT.fullmatch(item)
         if match is None or not int(match[1]) or (match[2] and not int(match[2])):
-            raise ValueError(f"{text!r}: {item!r} is no number from 1 on, and no N(xHOSTS)")
+            raise ValueError(f"{text!r}: {item!r} is neither a number from 1 on nor N(xHOSTS)")
         repeats = int(match[2] or 1)
         if len(numbers) + repeats > _HOSTS_MAX:
             raise ValueError(f"{text!r} is for more than {_HOSTS_MAX} hosts")
@@ -91,7 +91,7 @@ def _names(item: str, text: str) -> Iterator[str]:
             raise ValueError(f"{text!r} stands for more than {_HOSTS_MAX} hosts")
         pieces.append(numbers)
     if not item or end != len(item):
-        raise ValueError(f"{text!r}: {item!r} is no name of a host")
+        raise ValueError(f"{text!r}: {item!r} is not a name of a host")
     for words in itertools.product(*pieces):
         yield "".join(words)
 
@@ -101,7 +101,7 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
     for item in ranges.split(","):
         match = _RANGE.fullmatch(item)
         if match is None:
-            raise ValueError(f"{text!r}: {item!r} is no range of numbers")
+            raise ValueError(f"{text!r}: {item!r} is not a range of numbers")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first) or int(last) - int(first) >= _HOSTS_MAX:
             raise ValueError(f"{text!r}: the range {item!r} is empty or too long")

@@ -59,7 +59,7 @@ class Provider(Protocol):
     within: frozenset[str]
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """Whether this process is a rank of such a job. Pure: recorded environments test it.
+        """Return whether this process is a rank of such a job. Pure: recorded environments test it.
 
         Raises:
             ConfigError: it is one, and its variables cannot be read.
@@ -90,7 +90,7 @@ def number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def readable(environ: Mapping[str, str], *names: str) -> None:
-    """Raise ConfigError for one of a launcher's own variables that is set, and is no number.
+    """Raise ConfigError for one of a launcher's own variables that is set, and is not a number.
 
     Otherwise the process would train as a world of one rank.
     """
@@ -100,5 +100,5 @@ def readable(environ: Mapping[str, str], *names: str) -> None:
 
 
 def shown(environ: Mapping[str, str], *names: str) -> str:
-    """Those of the variables that are set, with their values, for messages."""
+    """Return the variables that are set, with their values, for messages."""
     return ", ".join(f"{name}={environ[name]}" for name in names if name in environ)

@@ -1,6 +1,6 @@
 """Jobs that srun starts: each task of a step is a rank.
 
-A batch script has SLURM_PROCID and SLURM_NTASKS, too, and is no rank: only tasks of a step have
+A batch script has SLURM_PROCID and SLURM_NTASKS, too, and is not a rank: only tasks of a step have
 SLURM_STEP_NUM_TASKS. Ranks of several hosts meet by a file of mode 0600 in a folder that all hosts see,
 by default below the home folder: it has the address of rank 0, whatever names the hosts are known by, and the
 job's secret, so the user has to create none. With a secret of the user's no shared folder is needed.

@@ -27,8 +27,8 @@ from polyhvd.rendezvous import network
 __all__ = ["Slurm", "SrunAgent", "SrunAgents", "gpus_of_hosts", "srun_command", "srun_environment"]
 
 _SCONTROL_TIMEOUT_S = 20.0
-#: What is said of the job, and how Slurm is found. All other variables of Slurm's say what a step is to be
-#: like, or what the step around us is like: SLURM_CPUS_PER_TASK would give the agent the CPUs of one rank.
+#: These describe the job, and how to find Slurm. All other variables of Slurm describe what a step should be
+#: like, or the step around us: SLURM_CPUS_PER_TASK would give the agent the CPUs of one rank.
 _KEPT = re.compile(
     r"SLURM_(JOB_.*|JOBID|ARRAY_.*|SUBMIT_.*|CLUSTER_NAME|CLUSTERS|CONF|CONF_SERVER|WORKING_CLUSTER|JWT|"
     r"RESTART_COUNT)"
@@ -76,7 +76,7 @@ class Slurm:
         )
 
     def reach(self, allocation: Allocation, used: Sequence[str], options: argparse.Namespace) -> Reach:
-        """By srun; a job on this host alone needs none, as in a container without Slurm's programs."""
+        """Use srun, except for a job on only this host, as in a container without Slurm's programs."""
         if shutil.which("srun") is None:
             if list(used) == [allocation.here] or all(map(network.is_local, used)):
                 return Reach()
@@ -169,8 +169,8 @@ def _refuse_many(environ: Mapping[str, str]) -> None:
     if tasks is not None and tasks > 1 and "SLURM_STEP_ID" in environ:
         raise ConfigError(
             f"srun has started this polyhvdrun as one of {tasks} "
-            f"({shown(environ, 'SLURM_PROCID', 'SLURM_STEP_NUM_TASKS')}), and each would start a job of its "
-            "own. Either `srun python train.py`, or polyhvdrun without srun; or -H localhost:N for a job in "
+            f"({shown(environ, 'SLURM_PROCID', 'SLURM_STEP_NUM_TASKS')}), and each would start a separate "
+            "job. Either `srun python train.py`, or polyhvdrun without srun; or -H localhost:N for a job in "
             "every task"
         )
     if components is not None and components > 1:
@@ -209,7 +209,7 @@ def _gpus(text: str) -> int:
     for item in text.split(","):
         digits = item.rpartition(":")[2]
         if not (digits.isascii() and digits.isdigit()) or int(digits) < 1:
-            raise ConfigError(f"SLURM_GPUS_PER_NODE={text}: {item!r} is no number of GPUs")
+            raise ConfigError(f"SLURM_GPUS_PER_NODE={text}: {item!r} is not a number of GPUs")
         total += int(digits)
     return total
 
@@ -224,7 +224,7 @@ def _address_towards(node: str) -> str:
         return network.address_towards(node)
     except ValueError:
         raise ValueError(
-            f"no way to {node}, a host of the allocation: does `scontrol show node {node}` tell its address? "
+            f"no way to host {node} of the allocation: does `scontrol show node {node}` print its address? "
             "--network-interface names the interface to use instead"
         ) from None
 

@@ -26,7 +26,7 @@ class SshOptions:
     """How other hosts are reached; everything else is left to the user's ssh configuration.
 
     Raises:
-        ValueError: that is no port.
+        ValueError: that is not a port.
     """
 
     port: int | None = None

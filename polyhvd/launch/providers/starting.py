@@ -68,11 +68,11 @@ class HostAgent(Protocol):
         that it has written, unless the agent itself is lost: then ``ended`` is set without it.
 
         Raises:
-            ValueError: this is no agent's.
+            ValueError: this is not an agent's.
         """
 
     def is_done(self) -> bool:
-        """Whether nothing more will come, and the end of every rank is in what has come, received or not."""
+        """Return whether no more messages will come, and the end of every rank has come."""
 
     def complain(self) -> bool:
         """Take what has come for ``complaints``; False when there is nothing."""

@@ -27,7 +27,7 @@ _LEVELS = (
 _ADVICE = {
     "bad-case": "Correct the case as the message says. For an example, run: polyhvd docs parity",
     "not-installed": "Install the framework, or leave it out of --frameworks.",
-    "rank-died": "Run the case in that framework alone (--frameworks NAME --np 1), and read what it prints.",
+    "rank-died": "Run the case in only that framework (--frameworks NAME --np 1), and read its output.",
     "models": "Make both models with the same layers in the same order, and freeze the same weights.",
     "nan": "Lower the learning rate (--rate), or look at the layer named above for a log or a quotient of 0.",
     "batches": "Let every framework have the same rows in every step.",
@@ -175,7 +175,7 @@ def _checks(report: Report) -> str:
 def _divergence(report: Report) -> str:
     curves: list[Curve] = []
     for question, name, classes in (
-        ("distribution", "one framework, distributed against alone", "c0"),
+        ("distribution", "one framework, distributed against one process", "c0"),
         ("frameworks", "one framework against another", "c1 dashed"),
     ):
         rows = [check.cells for check in report.checks if check.question == question and check.cells]

@@ -52,13 +52,14 @@ class Checkpoint:
             path: for messages.
 
         Raises:
-            DataError: it is no checkpoint.
+            DataError: it is not a checkpoint.
         """
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 return Checkpoint(state=archive.read("state"), **json.loads(archive.read("run.json")))
         except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"{path!r} is no checkpoint of an estimator ({type(error).__name__}: {error}); remove it, or "
+                f"{path!r} is not a checkpoint of an estimator ({type(error).__name__}: {error}); remove "
+                "it, or "
                 "pass another run_id"
             ) from error

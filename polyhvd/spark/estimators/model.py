@@ -83,7 +83,7 @@ class FrameworkModel(Model, Persistent):  # type: ignore[misc]
 
 
 class _Task:
-    """What a task of Spark does with its batches.
+    """The work of a task of Spark on its batches.
 
     Args:
         make: makes the function that predicts.

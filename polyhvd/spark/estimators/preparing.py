@@ -115,7 +115,7 @@ def write(
 
 
 def _joined(reports: Sequence[dict[str, Any]], filesystem: Any, validation: float | str | None) -> Written:
-    """What all tasks together have written."""
+    """Return what all tasks together have written."""
     files: dict[str, list[str]] = {"train": [], "validation": []}
     counts = {"train": 0, "validation": 0}
     checksums: dict[str, int] = {}

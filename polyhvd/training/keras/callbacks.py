@@ -127,7 +127,7 @@ class DataPosition:
         loader: the loader that ``fit`` has its data from.
 
     Raises:
-        InvalidArgumentError: it is no loader.
+        InvalidArgumentError: it is not a loader.
 
     Example::
 
@@ -439,7 +439,7 @@ def _reducer_of(optimizer: Any) -> Any:
 
 
 def _trains_apart(model: Any) -> bool:
-    """Whether nothing reduces gradients: the optimizer does not, and ``train_step`` is Keras' own."""
+    """Return whether nothing reduces gradients: the optimizer does not, and ``train_step`` is Keras' own."""
     if model.optimizer is None or _reducer_of(model.optimizer) is not None:
         return False
     step = getattr(type(model), "train_step", None)
@@ -447,7 +447,7 @@ def _trains_apart(model: Any) -> bool:
 
 
 def _is_built(model: Any) -> bool:
-    """Whether all variables exist: a model may report itself as built while a layer has none yet."""
+    """Return whether all variables exist: a model may report itself as built while a layer has none yet."""
     layers = model._flatten_layers() if hasattr(model, "_flatten_layers") else model.layers
     return bool(model.built) and all(getattr(layer, "built", True) for layer in layers)
 

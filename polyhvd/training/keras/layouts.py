@@ -26,7 +26,7 @@ _OF_FEATURES = ("Dense", "EinsumDense", "Embedding", "RNN", "Bidirectional", "Mu
 
 
 class Rows:
-    """Goes through the layers of a subclassed model, which is no graph, in the order in which they
+    """Goes through the layers of a subclassed model, which is not a graph, in the order in which they
     were made, and guesses from the numbers of inputs which images or steps a dense layer has as rows.
 
     These are in another order than elsewhere behind a Flatten, or a Reshape that makes rows, of what has

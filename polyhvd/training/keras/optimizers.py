@@ -32,7 +32,7 @@ class Wrapped:
 
 
 def is_distributed(optimizer: object) -> bool:
-    """Whether an optimizer is one of ours."""
+    """Return whether an optimizer is one of ours."""
     return isinstance(optimizer, Wrapped)
 
 

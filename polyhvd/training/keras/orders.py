@@ -31,7 +31,7 @@ _REDUCTIONS = ("Mean", "Max", "Min", "Sum")
 
 
 def is_a(layer: Any, *names: str) -> bool:
-    """Whether a layer is of a class of one of these names, or of one that derives from it."""
+    """Return whether a layer is of a class of one of these names, or of one that derives from it."""
     return any(cls.__name__ in names for cls in type(layer).__mro__)
 
 
@@ -77,7 +77,7 @@ def rows_of(*parts: Shape) -> Order:
 
 
 def _is_flat(shape: Shape) -> bool:
-    """Whether channels may come first or last."""
+    """Return whether channels may come first or last."""
     return None in shape or shape[-1] == 1 or math.prod(shape[:-1]) == 1
 
 
@@ -86,7 +86,7 @@ def _name_of(operation: Any) -> str:
 
 
 def _graph_of(layer: Any) -> Any:
-    """The object that has the nodes of a model that is a graph; None: it is no graph."""
+    """The object that has the nodes of a model that is a graph; None: it is not a graph."""
     layer = getattr(layer, "_functional", None) or layer
     return layer if getattr(layer, "_nodes_by_depth", None) else None
 

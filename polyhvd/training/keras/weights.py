@@ -306,7 +306,7 @@ def on_evaluation(model: Any, around: Callable[[], AbstractContextManager[None]]
 
 
 def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
-    """Whether an optimizer trains a model. One that is not built has no weights yet, and will be given them.
+    """Check that an optimizer trains a model. One without weights, since it is not built, is accepted.
 
     Raises:
         InvalidArgumentError: it is none of Keras 3, or has none of the weights.
@@ -325,7 +325,7 @@ def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Whether the steps of a model run as its code is written, so that tensors in them have values.
+    """Return whether the steps of a model run as its code is written, so that tensors in them have values.
 
     Raises:
         InvalidArgumentError: it is compiled for a graph.
