@@ -43,7 +43,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     options = parser.parse_args(words)
     if options.print_completion:
-        return _print_completion(parser, options.print_completion)
+        return _print_completion(_parser(with_parity=True), options.print_completion)
     if options.run is None:
         parser.error("the following arguments are required: COMMAND")
     try:
@@ -55,7 +55,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, with_parity: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="polyhvd", description="Inspect, measure and control polyhvd jobs.")
     parser.add_argument(
         "--print-completion", metavar="SHELL", help="print completions for bash or zsh; needs shtab"
@@ -90,14 +90,25 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--plot", type=Path, metavar="FILE.png", help="also plot the search")
     command.set_defaults(run=_autotune)
 
-    commands.add_parser("doctor", help="check this host or several for problems")
-    commands.add_parser("leave", help="remove ranks or hosts from an elastic job without a loss")
-    command = commands.add_parser("status", help="show the state of a running job, and what it waits for")
-    status.add_options(command)
-    command = commands.add_parser("top", help="show the metrics of all ranks of running jobs, live")
-    top.add_options(command)
-    commands.add_parser("parity", help="train one network in several frameworks, and report differences")
-    commands.add_parser("bench", help="measure collectives: polyhvdrun -np 4 polyhvd bench")
+    # These read their words themselves; the options are for completion.
+    doctor.add_options(commands.add_parser("doctor", help="check this host or several for problems"))
+    leave.add_options(
+        commands.add_parser("leave", help="remove ranks or hosts from an elastic job without a loss")
+    )
+    status.add_options(
+        commands.add_parser("status", help="show the state of a running job, and what it waits for")
+    )
+    top.add_options(commands.add_parser("top", help="show the metrics of all ranks of running jobs, live"))
+    command = commands.add_parser(
+        "parity", help="train one network in several frameworks, and report differences"
+    )
+    if with_parity:
+        from polyhvd.parity import command as parity
+
+        parity.add_options(command)
+    bench.add_arguments(
+        commands.add_parser("bench", help="measure collectives: polyhvdrun -np 4 polyhvd bench")
+    )
     return parser
 
 

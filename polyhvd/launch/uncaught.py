@@ -36,6 +36,7 @@ from polyhvd.errors import (
     ShutdownError,
 )
 from polyhvd.observe.terminal import printable
+from polyhvd.runtime import current
 from polyhvd.runtime.stacks import is_library
 
 __all__ = [
@@ -54,6 +55,8 @@ _MESSAGE_CHARACTERS_MAX = 4096  # that are looked at
 _WORDS_BYTES_MAX = 360
 _NAME_CHARACTERS_MAX = 100  # of a file
 _THREAD_CHARACTERS_MAX = 30
+#: In the message of a mismatch: each rank, or the first one of several with the same arguments.
+_RANKS = re.compile(r"\branks? (\d+)")
 _ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\^_])")
 
 
@@ -77,7 +80,9 @@ def shorten(error: Exception, entered: CodeType) -> None:
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    text = None if _is_watched() else _line(error, trace) or _without_own_frames(error, trace)
+    text = None
+    if not _is_watched():
+        text = _line(error, trace) or _mismatch(error, trace) or _without_own_frames(error, trace)
     if text is None or sys.stderr is None:
         sys.__excepthook__(kind, error, trace)
     else:
@@ -99,7 +104,7 @@ class _Exit:
     path: list[tuple[FrameType, int]]
 
     def has_ended_program(self) -> bool:
-        """Whether nothing has caught it: no frame has gone on, unless to raise it."""
+        """Return whether nothing has caught it: no frame has gone on, unless to raise it."""
         return all(
             frame.f_lasti == place
             or opname[frame.f_code.co_code[frame.f_lasti]] in ("RERAISE", "RAISE_VARARGS")
@@ -205,7 +210,7 @@ def _record_exit(status: object) -> None:
 
 
 def has_failed() -> bool:
-    """Whether the main thread has ended with an exception, or with a status other than 0."""
+    """Return whether the main thread has ended with an exception, or with a status other than 0."""
     if _is_interactive():
         return False
     return _uncaught() is not None or (_exit is not None and _exit.has_ended_program())
@@ -254,7 +259,7 @@ def _uncaught() -> BaseException | None:
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """Whether a frame that is done has not ended with an exception."""
+    """Return whether a frame that is done has not ended with an exception."""
     return opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
 
@@ -289,7 +294,7 @@ def _cut(words: str) -> str:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether another rank has led to it."""
+    """Return whether another rank has led to it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, HorovodInternalError) and not isinstance(error, RankMismatchError):
@@ -304,16 +309,36 @@ def _is_interactive() -> bool:
 
 
 def _is_watched() -> bool:
-    """Whether the whole traceback is wanted."""
+    """Return whether the whole traceback is wanted."""
     return _is_interactive() or sys.flags.dev_mode or _LOG.isEnabledFor(logging.DEBUG)
 
 
 def _line(error: BaseException, trace: TracebackType | None) -> str | None:
     """``FILE:LINE: CLASS: MESSAGE``, with the place that has called; None for an error of anybody else's."""
     entered = getattr(error, _MARK, None)
-    chained = error.__cause__ or (error.__context__ and not error.__suppress_context__)
-    if entered is None or chained:
+    if entered is None or _is_chained(error):
         return None
+    return _placed(error, trace, entered)
+
+
+def _mismatch(error: BaseException, trace: TracebackType | None) -> str | None:
+    """The same for a mismatch of a collective, on all ranks but its first one, which prints the traceback."""
+    world = current.find()
+    if not isinstance(error, RankMismatchError) or _is_chained(error) or world is None:
+        return None
+    ranks = [int(number) for number in _RANKS.findall(str(error))]
+    if not ranks or world.placement.rank not in range(min(ranks) + 1, world.placement.size):
+        return None
+    remark = f"(rank {min(ranks)} prints the traceback; all ranks with POLYHVD_LOG_LEVEL=debug)"
+    return f"{_placed(error, trace).rstrip()} {remark}\n"
+
+
+def _is_chained(error: BaseException) -> bool:
+    return error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__)
+
+
+def _placed(error: BaseException, trace: TracebackType | None, entered: CodeType | None = None) -> str:
+    """The error with the last line of the program, or the one that has called ``entered``."""
     place = ""
     for frame, number in traceback.walk_tb(trace):
         if frame.f_code is entered:

@@ -28,7 +28,7 @@ from polyhvd.parity.report.terminal import Progress, print_report
 from polyhvd.parity.runs import FRAMEWORKS, MODES, Order, Run, cannot_compute
 from polyhvd.parity.statuses import STATUSES
 
-__all__ = ["SUBCOMMANDS", "main"]
+__all__ = ["SUBCOMMANDS", "add_options", "main"]
 
 #: Subcommands, accepted in the place of CASE, by the module whose ``main`` runs them.
 SUBCOMMANDS: dict[str, str] = {"migrate": "polyhvd.parity.migrating"}
@@ -77,10 +77,16 @@ def _parser() -> argparse.ArgumentParser:
     statuses = "  ".join(f"{status} {name}" for name, status in STATUSES.items())
     parser = _Parser(
         prog="polyhvd parity",
-        description="Train one network in several frameworks, alone and on several ranks, and report whether "
-        "they agree, and where they first differ.",
+        description="Train one network in several frameworks, in one process and on ranks, and report "
+        "whether they agree, and where they first differ.",
         epilog=f"exit status: {statuses}. More: polyhvd docs parity",
     )
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the parser of this command or of a subcommand."""
     add = parser.add_argument
     add(
         "case", nargs="?", metavar="CASE", help="name from --list, or a file that defines build() and batch()"
@@ -126,7 +132,6 @@ def _parser() -> argparse.ArgumentParser:
         help="run these programs as one job, each on --np ranks (1), with calls of parity.compare in them; "
         "one with arguments is a word: 'torch.py --lr 0.1'",
     )
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

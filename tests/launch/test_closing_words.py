@@ -56,6 +56,41 @@ def test_exception_that_led_to_another_is_part_of_the_cause(launcher: Launcher) 
     assert lines[-1] == "[0] RuntimeError: no data"
 
 
+def test_a_mismatch_prints_one_traceback(launcher: Launcher) -> None:
+    source = (
+        "import numpy as np, polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "def step(): hvd.allreduce(np.ones(hvd.rank()), name='x')\n"
+        "step()\n"
+    )
+    status, _, err = launcher.run("-np", "3", source=source)
+    assert status == 1
+    lines = err.splitlines()
+    last = lines.index("polyhvdrun: ranks 1, 2 exited with status 1: the same error")
+    printed = [line for line in lines[:last] if not line.startswith("polyhvdrun: ")]
+    assert sum("Traceback" in line for line in printed) == 1
+    for rank in (1, 2):
+        (line,) = (line for line in printed if line.startswith(f"[{rank}] "))
+        assert ":3: polyhvd.errors.RankMismatchError: Mismatched allreduce tensor shapes: " in line
+        assert line.endswith("(rank 0 prints the traceback; all ranks with POLYHVD_LOG_LEVEL=debug)")
+    assert lines[last + 1] == "polyhvdrun: rank 0 on localhost exited with status 1"
+    assert lines[last + 2] == "[0] Traceback (most recent call last):"
+    assert any("in step" in line for line in lines[last:])
+
+
+def test_ranks_with_the_cause_s_error_are_one_line() -> None:
+    tail = [b"Traceback (most recent call last):", b'  File "x"', b"ValueError: bad row"]
+    cause, same, other = (
+        Ending(0, "h", 1, tail),
+        Ending(2, "h", 1, tail),
+        Ending(1, "h", 1, [*tail[:-1], b"OSError: y"]),
+    )
+    assert others([cause, same, other], cause) == [
+        "rank 1 on h exited with status 1: OSError: y",
+        "rank 2 exited with status 1: the same error",
+    ]
+
+
 def test_cause_among_ranks_that_have_failed_together_is_one_that_has_printed_why() -> None:
     mute = Ending(0, "h", 1, [b"", b"2026-01-01 00:00:00,000 polyhvd rank 0 WARNING: x"])
     cause = Ending(1, "h", 1, [b"Traceback (most recent call last):", b"  frame", b"ValueError: bad"])
@@ -119,11 +154,17 @@ def test_long_traceback_is_told_from_its_beginning() -> None:
 
 
 def test_lines_about_other_ranks_are_bounded() -> None:
-    endings = [Ending(rank, "h", 1, [b"Traceback (most recent call last):", b"E: x"]) for rank in range(100)]
-    lines = others(endings, endings[7])
-    assert lines[:2] == ["rank 0 on h exited with status 1: E: x", "rank 1 on h exited with status 1: E: x"]
+    def failed(error: bytes) -> list[Ending]:
+        return [Ending(rank, "h", 1, [b"Traceback (most recent call last):", error]) for rank in range(100)]
+
+    cause, *rest = failed(b"E: x")
+    assert others([cause, *rest], cause) == [
+        f"ranks {', '.join(map(str, range(1, 17)))} and 83 more exited with status 1: the same error"
+    ]
+    lines = others(failed(b"E: y"), cause)
+    assert lines[:2] == ["rank 0 on h exited with status 1: E: y", "rank 1 on h exited with status 1: E: y"]
     assert len(lines) == 9
-    assert lines[-1] == "91 more ranks failed"
+    assert lines[-1] == "92 more ranks failed"
 
 
 def test_all_lines_of_a_multiline_error_are_of_the_cause_alone() -> None:

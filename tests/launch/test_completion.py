@@ -102,10 +102,17 @@ def test_options_files_and_the_program_s_words_are_completed(
     terminal.expect("ready> ")
 
 
-def test_commands_of_polyhvd_and_options_of_its_status_are_completed(terminal: Terminal) -> None:
-    for typed, completed in (("stat", "status "), ("status --tim", "status --timeout-s ")):
+def test_commands_of_polyhvd_and_their_options_are_completed(terminal: Terminal) -> None:
+    for typed, completed in (
+        ("stat", "status "),
+        ("status --tim", "status --timeout-s "),
+        ("doctor --hostf", "doctor --hostfile "),
+        ("leave --no", "leave --no-wait "),
+        ("parity --jun", "--junit "),
+        ("bench --warm", "bench --warm-up "),
+    ):
         terminal.type(f"polyhvd {typed}\t")
-        terminal.expect(f"polyhvd {completed}")
+        terminal.expect(completed)
         terminal.type("\x15\n")  # drop this line
         terminal.expect("ready> ")
 

@@ -10,17 +10,11 @@ from typing import Any
 from polyhvd.launch.job import control
 from polyhvd.observe.terminal import printable
 
-__all__ = ["main"]
+__all__ = ["add_options", "main"]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run it; returns the exit status: 1 when no rank leaves, or the job has ended meanwhile."""
-    parser = argparse.ArgumentParser(
-        prog="polyhvd leave",
-        description="Have ranks or hosts leave an elastic job at its next commit, without a loss. "
-        "Runs on the launcher's host, and returns when they have left.",
-        epilog="example: polyhvd leave --host algo-2",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the parser of this command or of a subcommand."""
     add = parser.add_argument
     add(
         "--job",
@@ -52,9 +46,20 @@ def main(arguments: Sequence[str]) -> int:
         help="seconds to wait for them; default: 600",
     )
     add("--no-wait", action="store_true", help="return when the job has received the request")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it; returns the exit status: 1 when no rank leaves, or the job has ended meanwhile."""
+    parser = argparse.ArgumentParser(
+        prog="polyhvd leave",
+        description="Have ranks or hosts leave an elastic job at its next commit, without a loss. "
+        "Runs on the launcher's host, and returns when they have left.",
+        epilog="example: polyhvd leave --host algo-2",
+    )
+    add_options(parser)
     options = parser.parse_args(arguments)
     if not (options.host or options.rank or options.process):
-        parser.error("name who is to leave: --host, --rank or --process")
+        parser.error("name what leaves: --host, --rank or --process")
     return control.converse("polyhvd leave", options.job, lambda job: _ask(job, options))
 
 

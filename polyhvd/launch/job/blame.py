@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 _OTHERS_MAX = 8
+_SAME_MAX = 16
 _ERROR_CHARACTERS_MAX = 300
 _ERROR_LINES_MAX = 3  # of one that ends a program, where nothing may follow it
 _TRACEBACK = b"Traceback (most recent call last)"
@@ -39,6 +40,8 @@ _EXCEPTION = re.compile(rb"(\w+\.)*[A-Z_]\w*[a-z]\w*(: |$)")
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
 #: Precedes exceptions that Python prints and ignores: in destructors, and in functions of atexit.
 _GONE_ON = (b"Exception ignored ", b"Error in atexit.")
+#: What a rank whose error another rank prints with its traceback writes around that error.
+_BRIEF = re.compile(rb"^\S.*:\d+: (?=polyhvd\.errors\.)| \(rank \d+ prints the traceback; [^()]*\)$")
 #: A rank that ends with one of these suffered from another one: is_consequence in the table of
 #: csrc/control/error.h, which the launcher does not load.
 CONSEQUENCES = (
@@ -93,19 +96,23 @@ def first_cause(endings: Sequence[Ending]) -> Ending:
 
     ``endings`` in their order.
     """
-    return min(endings, key=lambda ending: (ending.certainty, ending.certainty == 1 and _is_mute(ending)))
+
+    def order(ending: Ending) -> tuple[int, bool, bool]:
+        failed = ending.certainty == 1
+        return ending.certainty, failed and _is_mute(ending), failed and _is_brief(ending)
+
+    return min(endings, key=order)
 
 
 def _is_mute(ending: Ending) -> bool:
-    """Whether it has ended as Python does after an exception, but without a word."""
+    """Return whether it has ended as Python does after an exception, but without a word."""
     return ending.status == 1 and not any(line.strip() for line in _of_the_end(ending.tail))
 
 
 def had_failed(ending: Ending) -> bool:
-    """Whether a rank that was asked to end had failed before, by itself: its last words are a traceback,
-    or what stands for one.
+    """Return whether a rank that was asked to end had failed before: it had printed a traceback.
 
-    It takes a while to end, with a framework to tear down, and those that lost it may be faster.
+    A framework takes a while to shut down, so ranks that lost this one may end before it.
     """
     lines = [line for line in _of_the_end(ending.tail) if line]
     starts = _starts(lines)
@@ -135,13 +142,25 @@ def exit_status(ending: Ending) -> int:
 def others(endings: Sequence[Ending], cause: Ending) -> list[str]:
     """One line for each rank that has failed besides the cause, a few at most; no line repeats the cause."""
     lines = []
+    same = []
     for ending in endings:
         if ending is cause or (ending.reason and ending.reason == cause.reason):
             continue
-        error = _error_line(ending)
-        lines.append(f"{describe(ending)}: {error}" if error else describe(ending))
+        error = _error(ending)
+        is_alike = not ending.reason and 0 < ending.status == cause.status
+        if error and is_alike and _BRIEF.sub(b"", error) == _BRIEF.sub(b"", _error(cause)):
+            same.append(ending)
+        else:
+            lines.append(f"{describe(ending)}: {_error_line(ending)}" if error else describe(ending))
     if len(lines) > _OTHERS_MAX + 1:
         lines[_OTHERS_MAX:] = [f"{len(lines) - _OTHERS_MAX} more ranks failed"]
+    if same:
+        noun = cause.what if len(same) == 1 else f"{cause.what}{'es' if cause.what == 'process' else 's'}"
+        listed = ", ".join(
+            str(ending.rank) for ending in sorted(same, key=lambda ending: ending.rank)[:_SAME_MAX]
+        )
+        more = f" and {len(same) - _SAME_MAX} more" if len(same) > _SAME_MAX else ""
+        lines.append(f"{noun} {listed}{more} exited with status {cause.status}: the same error")
     return lines
 
 
@@ -197,16 +216,27 @@ def _last_error(tail: Sequence[bytes]) -> list[bytes]:
     return [line for line in lines if line[:1] not in (b" ", b"")]
 
 
+def _is_brief(ending: Ending) -> bool:
+    """Return whether another rank prints the traceback of its error, see polyhvd.launch.uncaught."""
+    return b" prints the traceback; " in _error(ending)
+
+
 def _error_line(ending: Ending) -> str:
+    text = _error(ending).decode("utf-8", "surrogateescape")
+    return text if len(text) <= _ERROR_CHARACTERS_MAX else f"{text[:_ERROR_CHARACTERS_MAX]} ..."
+
+
+def _error(ending: Ending) -> bytes:
     """The exception of the last traceback; else what the rank's engine has reported; else the last line."""
     named = _last_error(ending.tail)
     in_traceback = bool(_starts(_of_the_end(ending.tail)))
-    found = next((line for line in named if _EXCEPTION.match(line)), None) if in_traceback else None
+    found = None
+    if in_traceback:
+        found = next((line for line in named if _EXCEPTION.match(line) or _LINE.match(line)), None)
     if found is None:
         likely = named[:1] if in_traceback else named[-1:]
         found = next(iter([*ending.suffered, *likely]), b"")
-    text = found.decode("utf-8", "surrogateescape").strip()
-    return text if len(text) <= _ERROR_CHARACTERS_MAX else f"{text[:_ERROR_CHARACTERS_MAX]} ..."
+    return found.strip()
 
 
 def _signal_name(number: int) -> str:
