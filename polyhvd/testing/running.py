@@ -180,7 +180,7 @@ class Runner:
         else:
             answer = answers[agreed]
             assert answer is not None
-            reports = [self._restored(item, told) for told in answer[1].reports]
+            reports = [self._restored(item, serialized) for serialized in answer[1].reports]
             if not reports:  # the file itself was skipped
                 place = (call.path, 1, f"Skipped: {answer[1].text}")
                 reports = [_report(item, "setup", "skipped", place)]
@@ -215,8 +215,8 @@ class Runner:
         else:
             pool.kill()
 
-    def _restored(self, item: pytest.Item, told: dict[str, Any]) -> pytest.TestReport:
-        report = self._config.hook.pytest_report_from_serializable(config=self._config, data=told)
+    def _restored(self, item: pytest.Item, serialized: dict[str, Any]) -> pytest.TestReport:
+        report = self._config.hook.pytest_report_from_serializable(config=self._config, data=serialized)
         report.nodeid, report.location = item.nodeid, item.location
         found: pytest.TestReport = report
         return found
@@ -267,8 +267,8 @@ def _told(
             cause = cause or f"rank {rank}: {str(answer[1]).strip().splitlines()[-1]}"
         else:
             outcome: Outcome = answer[1]
-            told = f"--- {title} {outcome.kind}{':' if outcome.text else ''}\n{outcome.text}".rstrip()
-            (failed if outcome.kind == "failed" else others).append(told)
+            shown = f"--- {title} {outcome.kind}{':' if outcome.text else ''}\n{outcome.text}".rstrip()
+            (failed if outcome.kind == "failed" else others).append(shown)
             if outcome.kind == "failed":
                 brief = brief or f"rank {rank}: {outcome.brief or outcome.text.strip().splitlines()[-1]}"
     kinds = ", ".join(f"rank {rank} {_kind(answer)}" for rank, answer in enumerate(answers))
@@ -290,9 +290,9 @@ def _logged(answers: Sequence[tuple[str, Any] | None], when: str) -> list[tuple[
     for rank, answer in enumerate(answers):
         if answer is None or answer[0] != "value":
             continue
-        for told in answer[1].reports:
-            if told.get("when") == when:
-                sections += [(f"rank {rank}: {title}", text) for title, text in told.get("sections", ())]
+        for report in answer[1].reports:
+            if report.get("when") == when:
+                sections += [(f"rank {rank}: {title}", text) for title, text in report.get("sections", ())]
     return sections
 
 

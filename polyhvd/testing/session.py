@@ -190,20 +190,20 @@ def _run(session: _Session, item: pytest.Item, call: TestCall) -> Outcome:
     reports = session.plugin.reports
     reports.clear()
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-    told = [
+    serialized = [
         session.config.hook.pytest_report_to_serializable(config=session.config, report=r) for r in reports
     ]
     for report in reports:
         if report.failed:
             strict = report.when == "call" and report.longreprtext.startswith("[XPASS(strict)]")
             kind, text = "xpassed" if strict else "failed", report.longreprtext
-            return Outcome(kind, text, report.when or "call", told, _brief(report))
+            return Outcome(kind, text, report.when or "call", serialized, _brief(report))
     for report in reports:
         if hasattr(report, "wasxfail"):
-            return Outcome("xfailed" if report.skipped else "xpassed", report.wasxfail, "call", told)
+            return Outcome("xfailed" if report.skipped else "xpassed", report.wasxfail, "call", serialized)
         if report.skipped:
-            return Outcome("skipped", _reason(report), "call", told)
-    return Outcome("passed", reports=told)
+            return Outcome("skipped", _reason(report), "call", serialized)
+    return Outcome("passed", reports=serialized)
 
 
 def _brief(report: pytest.TestReport) -> str:
