@@ -151,7 +151,8 @@ def _leave_on_failure() -> None:
 def _report_signals() -> None:
     """Let the agent see which signals this rank has handled, so that it sends none twice, and none too few.
 
-    Only where the program has no such descriptor itself, as event loops do.
+    Only where the program has no such descriptor itself. An event loop that replaces it later may receive a
+    signal twice that all processes of the job get.
     """
     descriptor = Settings().signals_descriptor
     if descriptor < 0 or threading.current_thread() is not threading.main_thread():
