@@ -29,6 +29,7 @@ from typing import NoReturn
 from polyhvd import _core
 from polyhvd.config import ConfigError
 from polyhvd.errors import (
+    DataError,
     HorovodInternalError,
     InvalidArgumentError,
     NotInitializedError,
@@ -350,7 +351,7 @@ def _placed(error: BaseException, trace: TracebackType | None, entered: CodeType
 
 def _without_own_frames(error: BaseException, trace: TracebackType | None) -> str | None:
     """The traceback up to the call of polyhvd, of an error that describes itself; None for another error."""
-    if not isinstance(error, (HorovodInternalError, InvalidArgumentError, NotInitializedError)):
+    if not isinstance(error, (DataError, HorovodInternalError, InvalidArgumentError, NotInitializedError)):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     kept = len(frames)

@@ -195,3 +195,10 @@ def test_a_cause_of_the_same_class_that_the_program_has_raised_stays(run: Run) -
     )
     assert "use hvd.init()" in done.stderr
     assert "NotInitializedError: mine" in done.stderr
+
+
+def test_the_traceback_of_an_error_of_data_ends_at_the_call(run: Run) -> None:
+    done = run(f"{TRAIN}from polyhvd.data import ParquetLoader\nParquetLoader('absent', batch_size=1)\n")
+    _, _, last = done.stderr.rpartition("Traceback")  # after the cause, a FileNotFoundError of pyarrow's call
+    assert "polyhvd.errors.DataError: absent cannot be read" in last
+    assert "polyhvd/data" not in last
