@@ -84,7 +84,10 @@ def test_messages_name_pages_by_the_command_that_prints_them() -> None:
 def test_every_page_is_printed_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["docs"]) == 0
     topics = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert sorted([*topics, "index"]) == sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("guides/*.md")]
+    assert sorted([*topics, "index"]) == sorted(path.stem for path in pages)
+    assert cli.main(["docs", "checkpoint"]) == 0
+    assert capsys.readouterr().out.startswith("# Checkpoint and resume\n")
     assert cli.main(["docs", "elastic"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == (ROOT / "docs" / "elastic.md").read_text().rstrip("\n")
     assert cli.main(["docs", "elastc"]) == 1

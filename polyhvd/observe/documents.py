@@ -15,8 +15,8 @@ def _pages() -> dict[str, Path]:
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "docs", package.parent / "docs"):
-        if found := {path.stem: path for path in sorted(folder.glob("*.md"))}:
-            return {topic: path for topic, path in found.items() if topic != "index"}
+        if found := {path.stem: path for path in [*folder.glob("*.md"), *folder.glob("guides/*.md")]}:
+            return {topic: found[topic] for topic in sorted(found) if topic != "index"}
     return {}
 
 
