@@ -37,6 +37,7 @@ class Limits:
     #: Cooldown of a slot after a failure: at first, and at most, doubled each time. None: there is none after
     #: the first failure.
     cooldown_s: tuple[float, float] | None = None
+    spares_in_slots: int = 0  #: in all, started ahead in slots that the world does not use
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_size <= self.size <= self.max_size:
@@ -44,7 +45,8 @@ class Limits:
                 f"--min-np {self.min_size}, -np {self.size}, --max-np {self.max_size}: "
                 "expected 1 <= --min-np <= -np <= --max-np"
             )
-        if self.spares < 0 or (self.reset_limit is not None and self.reset_limit < 0):
+        reset_limit = 0 if self.reset_limit is None else self.reset_limit
+        if min(self.spares, self.spares_in_slots, reset_limit) < 0:
             raise ValueError("--spares and --reset-limit must not be negative")
         if not 0 <= self.timeout_s < float("inf"):
             raise ValueError(f"--elastic-timeout {self.timeout_s:g}: expected seconds, from 0 on")

@@ -492,11 +492,12 @@ class Membership:
         return min(self.limits.max_size, sum(self._hosts.values()))
 
     def _start_missing(self, now: float) -> list[Action]:
-        """Start what is missing: as many as the world may have, and the spares of each host."""
+        """Start what is missing: as many as the world may have, and the spares."""
         vacated = sum(
             slot.vacated and not slot.done and host in self._hosts for (host, _), slot in self._slots.items()
         )
-        wanted = min(self.limits.max_size, sum(self._hosts.values()) - vacated)
+        most = self.limits.max_size + self.limits.spares_in_slots
+        wanted = min(most, sum(self._hosts.values()) - vacated)
         wanted += self.limits.spares * len(self._hosts)
         done = sum(slot.done for slot in self._slots.values())
         wanted -= done

@@ -14,9 +14,10 @@ if not is_installed("ray"):
     )
 
 from polyhvd.ray import ray_logger
-from polyhvd.ray.elastic import ElasticParams, ElasticRayExecutor, ElasticSettings, RayHostDiscovery
+from polyhvd.ray.elastic import ElasticParams, ElasticRayExecutor, ElasticSettings
 from polyhvd.ray.executor import RayExecutor, RaySettings, StaticParams
 from polyhvd.ray.meeting import rendezvous
+from polyhvd.ray.room import RayHostDiscovery
 from polyhvd.ray.worker import BaseHorovodWorker
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Elastic jobs on Ray: executors with Horovod's arguments, and which nodes there are. See docs/ray.md."""
+"""Elastic jobs on Ray: executors with Horovod's arguments. See docs/ray.md."""
 
 from __future__ import annotations
 
@@ -10,37 +10,41 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 
 from polyhvd.elastic.limits import Limits
 from polyhvd.launch.elastic.discovery import Discovery, HostDiscovery
 from polyhvd.launch.elastic.driven import Elastic
 from polyhvd.launch.hosts.lists import Host
 from polyhvd.ray.elastic_job import ElasticJob, Workers
+from polyhvd.ray.room import Demand, GroupRoom, NodeRoom, RayHostDiscovery, Room, Watched
 from polyhvd.ray.worker import Call
 from polyhvd.rendezvous import network
 
-__all__ = ["ElasticParams", "ElasticRayExecutor", "ElasticSettings", "Jobs", "RayHostDiscovery"]
+__all__ = ["ElasticParams", "ElasticRayExecutor", "ElasticSettings", "Jobs"]
 
 _INTERVAL_S = 1.0
-_ROUNDING = 1e-6  # 0.3 CPUs are enough for three ranks with 0.1
 
 
 @dataclass
 class ElasticParams:
-    """How an elastic job may change; the arguments are Horovod's.
+    """How an elastic job may change; the arguments but for the last two are Horovod's.
 
     Args:
         cpus_per_worker: CPUs that Ray reserves for each rank.
         use_gpu: whether Ray reserves GPUs for each rank.
         gpus_per_worker: number of GPUs; None: one.
         min_workers: fewest ranks: with fewer the job waits for others.
-        max_workers: most ranks; None: as many as the cluster has room for when the job starts.
+        max_workers: most ranks; None: as many as the cluster has room for when the job starts, without
+            ``spares``.
         reset_limit: how often the ranks may change before the job fails; None: any number.
         cooldown_range: seconds for which no process is started in place of one that has failed: after the
             first failure, and at most; None: polyhvdrun's.
         elastic_timeout: seconds to wait for ``min_workers`` ranks.
         override_discovery: whether the nodes of Ray are the hosts; False: those of ``settings.discovery``.
+        spares: number of processes beyond ``max_workers`` that have called the function up to ``init()``, and
+            take the places of ranks that are lost. Ray reserves for each what it does for a rank.
+        use_current_placement_group: in a placement group, such as that of a trial of Tune, start the ranks in
+            it only.
 
     Raises:
         ValueError: the numbers contradict each other.
@@ -55,6 +59,8 @@ class ElasticParams:
     cooldown_range: Sequence[float] | None = None
     elastic_timeout: float = 600
     override_discovery: bool = True
+    spares: int = 0
+    use_current_placement_group: bool = True
 
     def __post_init__(self) -> None:
         if self.gpus_per_worker is not None and not self.use_gpu:
@@ -71,6 +77,8 @@ class ElasticParams:
                 f"min_workers={self.min_workers}, max_workers={self.max_workers}: expected "
                 "1 <= min_workers <= max_workers"
             )
+        if self.spares < 0:
+            raise ValueError(f"spares={self.spares}: expected a number from 0 on")
         self.limits(self.min_workers)
 
     @property
@@ -80,8 +88,10 @@ class ElasticParams:
         return {name: n for name, n in (("CPU", self.cpus_per_worker), ("GPU", gpus)) if n}
 
     def limits(self, slots: int) -> Limits:
-        """The limits of a job that begins where there is room for so many ranks; raises ValueError."""
-        most = max(slots, self.min_workers) if self.max_workers is None else self.max_workers
+        """The limits of a job that begins where there is room for so many processes; raises ValueError."""
+        most = self.max_workers
+        if most is None:
+            most = max(slots - self.spares, self.min_workers)
         cooldown = None if self.cooldown_range is None else tuple(map(float, self.cooldown_range))
         if cooldown is not None and len(cooldown) != 2:
             raise ValueError(f"cooldown_range={self.cooldown_range}: expected two numbers")
@@ -89,68 +99,11 @@ class ElasticParams:
             size=min(max(slots, self.min_workers), most),
             min_size=self.min_workers,
             max_size=most,
+            spares_in_slots=self.spares,
             reset_limit=self.reset_limit,
             timeout_s=float(self.elastic_timeout),
             cooldown_s=None if cooldown is None else (cooldown[0], cooldown[1]),
         )
-
-
-class RayHostDiscovery:
-    """Lists the nodes of Ray with the number of ranks for which each has resources, used or not.
-
-    Nodes are named by Ray's ids: those of a test cluster share one address.
-
-    Args:
-        use_gpu: whether a rank needs GPUs.
-        cpus_per_worker: CPUs of a rank.
-        gpus_per_worker: GPUs of a rank.
-
-    Example::
-
-        RayHostDiscovery(use_gpu=True, gpus_per_worker=2).find_available_hosts_and_slots()
-    """
-
-    def __init__(
-        self, use_gpu: bool = False, cpus_per_worker: float = 1, gpus_per_worker: float | None = 1
-    ) -> None:
-        gpus = (1 if gpus_per_worker is None else gpus_per_worker) if use_gpu else 0
-        self._needed = {name: n for name, n in (("CPU", cpus_per_worker), ("GPU", gpus)) if n}
-
-    def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """The number of ranks that each node can have, by the node's id; without nodes that can have none."""
-        nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-        return self._slots(nodes)
-
-    def _slots(self, nodes: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-        """For how many ranks these resources are enough."""
-        found = {
-            node: int(min(has.get(name, 0) / amount + _ROUNDING for name, amount in self._needed.items()))
-            for node, has in nodes.items()
-        }
-        return {node: slots for node, slots in found.items() if slots}
-
-    def available(self, held: Counter[str]) -> dict[str, int]:
-        """The same with resources that are free, or that processes of this job hold.
-
-        Args:
-            held: the number of ranks' resources that the job holds on each node.
-        """
-        free = self._slots(available_resources_per_node())
-        found = {
-            node: min(slots, held[node] + free.get(node, 0))
-            for node, slots in self.find_available_hosts_and_slots().items()
-        }
-        return {node: slots for node, slots in found.items() if slots}
-
-
-class _Available:
-    """The discovery of one job."""
-
-    def __init__(self, discovery: RayHostDiscovery, held: Callable[[], Counter[str]]) -> None:
-        self._discovery, self._held = discovery, held
-
-    def find_available_hosts_and_slots(self) -> dict[str, int]:
-        return self._discovery.available(self._held())
 
 
 class Jobs:
@@ -182,16 +135,25 @@ class Jobs:
         Raises:
             TimeoutError: it is not there within ``elastic_timeout``.
         """
-        deadline = time.monotonic() + self._params.elastic_timeout
-        while (slots := sum(self._hosts(Counter()).values())) < self._params.min_workers:
-            if time.monotonic() >= deadline:
-                raise TimeoutError(
-                    f"{self._name}.start(): the cluster has room for {slots} ranks with "
-                    f"{self._params.resources} each, fewer than min_workers={self._params.min_workers}, and "
-                    f"no more has come within {self._params.elastic_timeout:g} s. Free: "
-                    f"{ray.available_resources()}. Ask for fewer workers, or add nodes"
-                )
-            time.sleep(min(_INTERVAL_S, max(0.0, deadline - time.monotonic())))
+        params, room = self._params, self._room()
+        deadline = time.monotonic() + params.elastic_timeout
+        demand = self._demand(room)
+        try:
+            while (slots := sum(self._hosts(room).values())) < params.min_workers:
+                if time.monotonic() >= deadline:
+                    where = "settings.discovery" if room is None else room.name
+                    resources = "" if room is None else f" {room.resources()}."
+                    raise TimeoutError(
+                        f"{self._name}.start(): {where} has room for {slots} ranks with {params.resources} "
+                        f"each, fewer than min_workers={params.min_workers}, and no more has come within "
+                        f"{params.elastic_timeout:g} s.{resources} Ask for fewer workers, or add nodes"
+                    )
+                if demand is not None:
+                    demand.show_whole(params.min_workers)
+                time.sleep(min(_INTERVAL_S, max(0.0, deadline - time.monotonic())))
+        finally:
+            if demand is not None:
+                demand.close()
 
     def run(
         self, call: Any, variables: Mapping[str, str], callbacks: Sequence[Callable[[Any], Any]] | None
@@ -207,20 +169,24 @@ class Jobs:
         if self._nics:
             given["POLYHVD_GLOO_IFACE"] = self._nics
         address = network.address_of(self._nics) if self._nics else ray.util.get_node_ip_address()
-        workers = Workers(call, self._params.resources, given, address, self._timeout_s)
+        room = self._room()
+        demand = self._demand(room)
+        workers = Workers(call, self._params.resources, given, address, self._timeout_s, room, demand)
         with self._lock:
             if self._job is not None:
                 raise RuntimeError(f"{self._name}.run(): another thread runs a job with this executor")
             job = self._job = ElasticJob(workers, list(callbacks or ()))
         try:
-            source = self._discovery
-            if isinstance(source, RayHostDiscovery):
-                source = _Available(source, job.held)
-            discovery = Discovery(source, _INTERVAL_S)
+            watched = None if room is None else Watched(room, job.held, job.leave, demand)
+            discovery = Discovery(watched or self._discovery, _INTERVAL_S)
             hosts = discovery.look()
             limits = self._params.limits(sum(hosts.values()))
+            if watched is not None:
+                watched.wanted = limits.max_size + limits.spares_in_slots
             return job.run(Elastic(limits, [Host(name, slots) for name, slots in hosts.items()], discovery))
         finally:
+            if demand is not None:
+                demand.close()
             with self._lock:
                 self._job = None
             job.close()
@@ -231,10 +197,22 @@ class Jobs:
             if self._job is not None:
                 self._job.stop("the elastic job has ended: shutdown() has been called")
 
-    def _hosts(self, held: Counter[str]) -> Mapping[str, int]:
-        if isinstance(self._discovery, RayHostDiscovery):
-            return self._discovery.available(held)
-        return self._discovery.find_available_hosts_and_slots()
+    def _room(self) -> Room | None:
+        """Where the job may start processes, from the thread that runs it; None: the discovery decides."""
+        if not isinstance(self._discovery, RayHostDiscovery):
+            return None
+        params = self._params
+        group = ray.util.get_current_placement_group() if params.use_current_placement_group else None
+        if group is not None:
+            return GroupRoom(group, params.resources)
+        return NodeRoom(self._discovery, params.resources)
+
+    def _demand(self, room: Room | None) -> Demand | None:
+        """What asks for more nodes, where they can be used."""
+        return Demand(self._params.resources) if isinstance(room, NodeRoom) else None
+
+    def _hosts(self, room: Room | None) -> Mapping[str, int]:
+        return self._discovery.find_available_hosts_and_slots() if room is None else room.available(Counter())
 
 
 @dataclass
@@ -249,6 +227,7 @@ class ElasticSettings:
     nics: str = ""
     cooldown_range: Sequence[float] | None = None
     discovery: HostDiscovery | None = None
+    spares: int = 0
 
 
 class ElasticRayExecutor:
@@ -265,6 +244,8 @@ class ElasticRayExecutor:
         override_discovery: whether the nodes of Ray are the hosts. False: those of ``settings.discovery``, an
             object with a method ``find_available_hosts_and_slots()`` that returns ids or addresses of nodes
             with the number of ranks of each.
+        use_current_placement_group: in a placement group, such as that of a trial of Tune, start the ranks in
+            it only.
 
     Raises:
         ValueError: the numbers contradict each other.
@@ -284,6 +265,7 @@ class ElasticRayExecutor:
         gpus_per_slot: float | None = None,
         env_vars: Mapping[str, str] | None = None,
         override_discovery: bool = True,
+        use_current_placement_group: bool = True,
     ) -> None:
         params = ElasticParams(
             cpus_per_worker=cpus_per_slot,
@@ -295,6 +277,8 @@ class ElasticRayExecutor:
             cooldown_range=settings.cooldown_range,
             elastic_timeout=settings.elastic_timeout,
             override_discovery=override_discovery,
+            spares=settings.spares,
+            use_current_placement_group=use_current_placement_group,
         )
         if override_discovery:
             settings.discovery = RayHostDiscovery(use_gpu, cpus_per_slot, gpus_per_slot)
@@ -318,6 +302,7 @@ class ElasticRayExecutor:
         cooldown_range: Sequence[float] | None = None,
         discovery: HostDiscovery | None = None,
         verbose: int | bool | None = None,
+        spares: int = 0,
     ) -> ElasticSettings:
         """Return the settings of an executor.
 
@@ -333,6 +318,8 @@ class ElasticRayExecutor:
             cooldown_range: seconds for which no process is started in place of one that has failed: after the
                 first failure, and at most; None: polyhvdrun's.
             discovery: for ``override_discovery=False``.
+            spares: number of processes beyond the ranks that have called the function up to ``init()``, and
+                take the places of ranks that are lost, see :class:`polyhvd.ray.ElasticParams`.
         """
         return ElasticSettings(
             min_num_proc=min_num_proc if min_np is None else min_np,
@@ -343,6 +330,7 @@ class ElasticRayExecutor:
             nics=nics if isinstance(nics, str) else ",".join(nics or ()),
             cooldown_range=cooldown_range,
             discovery=discovery,
+            spares=spares,
         )
 
     def start(self) -> None:

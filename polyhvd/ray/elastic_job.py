@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import ray
 import ray.cloudpickle
-from ray.exceptions import ActorHandleNotFoundError, RaySystemError, RayTaskError
+from ray.exceptions import RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from polyhvd.config import Launched
@@ -23,6 +23,7 @@ from polyhvd.launch.elastic.driver import Driver
 from polyhvd.launch.elastic.function_job import DRIVER_TIMEOUT_S, Failure, FunctionJob
 from polyhvd.launch.hosts.lists import Host
 from polyhvd.ray.ray_logger import LOGGED
+from polyhvd.ray.room import ANY, Demand, Held, Room
 from polyhvd.ray.worker import ElasticWorker, Outcome
 from polyhvd.runtime.placement import Placement
 
@@ -42,6 +43,8 @@ class Workers:
         variables: to set in the environment of each.
         address: of this host, at which they reach the driver.
         start_timeout_s: seconds for Ray to start one.
+        room: where they are started; None: on the nodes with the ids or addresses that are found.
+        demand: of the job, which is not to take resources from actors that are being started.
     """
 
     call: Any
@@ -49,6 +52,8 @@ class Workers:
     variables: Mapping[str, str]
     address: str
     start_timeout_s: float
+    room: Room | None = None
+    demand: Demand | None = None
 
 
 @dataclass
@@ -57,6 +62,7 @@ class _Process:
 
     actor: Any
     host: str
+    bundle: int  # of the placement group in which the job runs, or ANY
     start_by: float  # infinite: it has been started
 
 
@@ -80,15 +86,25 @@ class ElasticJob(FunctionJob):
         self._workers = workers
         self._callbacks = callbacks
         self._processes: dict[int, _Process] = {}
-        self._freed: dict[int, tuple[str, float]] = {}  # host of one that has ended, and until when it counts
+        #: Host and bundle of one that has ended, and until when they count as held.
+        self._freed: dict[int, tuple[tuple[str, int], float]] = {}
+        self._numbers: dict[str, int] = {}  # of hosts, as the driver has them
         self._logged: deque[bytes] = deque()  # by the server's thread; needs no lock
 
-    def held(self) -> Counter[str]:
-        """How many slots of each host have a process, or had one a moment ago; from any thread."""
+    def held(self) -> Held:
+        """How many processes each host and bundle has, or had a moment ago; from any thread."""
         now = time.monotonic()
-        counts = Counter(item.host for item in list(self._processes.values()))
-        counts.update(host for host, until in list(self._freed.values()) if now < until)
+        counts = self._running()
+        counts.update(place for place, until in list(self._freed.values()) if now < until)
         return counts
+
+    def _running(self) -> Held:
+        return Counter((item.host, item.bundle) for item in list(self._processes.values()))
+
+    def leave(self, host: str) -> None:
+        """Have the processes of a node that Ray is draining leave at their next commit; from any thread."""
+        if (number := self._numbers.get(host)) is not None:
+            self.submit(lambda driver: driver.host_leaves(number, time.monotonic()))
 
     # For the driver, see DrivenJob
 
@@ -105,11 +121,18 @@ class ElasticJob(FunctionJob):
             host_id=str(number),
             launcher_timeout_s=DRIVER_TIMEOUT_S,
         )
+        self._numbers[host.name] = number
+        if workers.demand is not None:
+            workers.demand.pause()
         options: dict[str, Any] = {"resources": {f"node:{host.name}": 0.001}}  # an address
-        gpus = 0
+        gpus, bundle = 0, ANY
         if node is not None:
             gpus = int(node["Resources"].get("GPU", 0))
-            options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(host.name, soft=False)}
+            strategy: Any = NodeAffinitySchedulingStrategy(host.name, soft=False)
+            if workers.room is not None:
+                strategy = workers.room.strategy(host.name, self._running())
+                bundle = getattr(strategy, "placement_group_bundle_index", ANY)
+            options = {"scheduling_strategy": strategy}
         actor = (
             ray.remote(ElasticWorker)
             .options(
@@ -121,7 +144,7 @@ class ElasticJob(FunctionJob):
             .remote()
         )
         start_by = time.monotonic() + workers.start_timeout_s
-        self._processes[member] = _Process(actor, host.name, start_by)
+        self._processes[member] = _Process(actor, host.name, bundle, start_by)
         self.places[member] = host.name
         self._watch(member, actor.ready.remote(), has_ended=False)
         self._watch(
@@ -131,7 +154,7 @@ class ElasticJob(FunctionJob):
     def kill_member(self, member: int) -> None:
         """Kill its actor."""
         if (found := self._processes.get(member)) is not None and ray.is_initialized():
-            with contextlib.suppress(ActorHandleNotFoundError):
+            with contextlib.suppress(ValueError):  # of a connection that has ended
                 ray.kill(found.actor)
 
     # The loop
@@ -213,7 +236,8 @@ class ElasticJob(FunctionJob):
         self.kill_member(member)  # an actor is one process of the job, and no more
         now = time.monotonic()
         self._freed = {number: item for number, item in self._freed.items() if now < item[1]}
-        self._freed[member] = self._processes.pop(member).host, now + _FREED_S
+        process = self._processes.pop(member)
+        self._freed[member] = (process.host, process.bundle), now + _FREED_S
         self.exited(driver, member, status, reason=reason, failure=failure, reported=reported)
 
 

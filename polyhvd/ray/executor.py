@@ -11,20 +11,15 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import (
-    ActorHandleNotFoundError,
-    RayError,
-    RaySystemError,
-    RayTaskError,
-    UnserializableException,
-)
+from ray.exceptions import RayError, RaySystemError, RayTaskError, UnserializableException
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.elastic.discovery import HostDiscovery
-from polyhvd.ray.elastic import ElasticParams, Jobs, RayHostDiscovery, put
+from polyhvd.ray.elastic import ElasticParams, Jobs, put
 from polyhvd.ray.meeting import by_node, join, locate
+from polyhvd.ray.room import RayHostDiscovery
 from polyhvd.ray.worker import Call, ExitedError, PolyhvdWorker, call_with_object
 
 __all__ = ["RayExecutor", "RaySettings", "StaticParams"]
@@ -138,7 +133,7 @@ class RayExecutor:
             the order of local ranks.
         gpus_per_worker: how many; None: one.
         use_current_placement_group: in a placement group, such as that of a trial of Tune, start the ranks in
-            it, and make no other. Elastic jobs do not.
+            it, and make no other.
         min_workers: in place of ``num_workers``: fewest ranks of an elastic job. This and the arguments below
             are those of :class:`polyhvd.ray.ElasticParams`.
         max_workers: most ranks.
@@ -146,6 +141,7 @@ class RayExecutor:
         cooldown_range: seconds for which no process is started in place of one that has failed.
         elastic_timeout: seconds to wait for ``min_workers`` ranks.
         override_discovery: whether the nodes of Ray are the hosts; False: those of ``settings.discovery``.
+        spares: number of processes beyond ``max_workers`` that take the places of ranks that are lost.
 
     Raises:
         ValueError: the numbers contradict each other, or one is not positive.
@@ -174,6 +170,7 @@ class RayExecutor:
         cooldown_range: Sequence[float] | None = None,
         elastic_timeout: float = 600,
         override_discovery: bool = True,
+        spares: int = 0,
     ) -> None:
         self._settings = settings or RaySettings()
         self._elastic: Jobs | None = None
@@ -193,6 +190,8 @@ class RayExecutor:
                 cooldown_range=cooldown_range,
                 elastic_timeout=elastic_timeout,
                 override_discovery=override_discovery,
+                spares=spares,
+                use_current_placement_group=use_current_placement_group,
             )
             if override_discovery:
                 self._settings.discovery = RayHostDiscovery(use_gpu, cpus_per_worker, gpus_per_worker)
@@ -204,10 +203,10 @@ class RayExecutor:
                 self._settings.nics,
             )
             num_workers = min_workers
-        elif (max_workers, reset_limit, cooldown_range) != (None, None, None):
+        elif (max_workers, reset_limit, cooldown_range, spares) != (None, None, None, 0):
             raise ValueError(
                 f"RayExecutor(max_workers={max_workers}, reset_limit={reset_limit}, "
-                f"cooldown_range={cooldown_range}): needs min_workers"
+                f"cooldown_range={cooldown_range}, spares={spares}): needs min_workers"
             )
         self._params = StaticParams(
             cpus_per_worker=cpus_per_worker,
@@ -545,7 +544,7 @@ class RayExecutor:
             if workers or group is not None:
                 self._ended = why
         for worker in workers if ray.is_initialized() else ():
-            with contextlib.suppress(ActorHandleNotFoundError):  # of a connection that has ended
+            with contextlib.suppress(ValueError):  # of a connection that has ended
                 ray.kill(worker)
         if group is not None:
             group()

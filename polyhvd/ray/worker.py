@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -169,6 +170,9 @@ class ElasticWorker:
         own = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
         gpus = list(own), gpus_of_node(own, node_gpus)
         RAY.join_elastic(MemberProvider(launched, gpus), launched)
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # Ray's handler exits; init() sets one that gives notice
         metrics.publish()
         number = launched.member or 0
         function, args, kwargs = call

@@ -95,6 +95,16 @@ def test_spare_takes_the_place_and_ranks_stay_with_the_oldest() -> None:
     assert formed(ask_all(membership, (1, 2), 1, 10.0)) == [(1, 2, 3)]
 
 
+def test_spares_in_slots_are_started_where_the_world_leaves_some_empty() -> None:
+    limits = Limits(2, 2, 2, spares_in_slots=1)
+    assert started(Membership(limits).hosts_are({"a": 2}, 0.0)) == [0, 1]
+    membership = running(limits, {"a": 2, "b": 2})
+    assert membership.ranks == [0, 1]
+    assert started(membership.ended(1, ExitKind.KILLED, 10.0)) == []
+    assert formed(ask_all(membership, (0,), 1, 10.0)) == [(0, 2)]
+    assert started(membership.time_is(11.0)) == [3], "the next spare"
+
+
 def test_newcomer_is_admitted_when_the_world_comes_to_a_boundary() -> None:
     membership = running(Limits(3, 2, 3), {"a": 3})
     membership.ended(1, ExitKind.LOST, 10.0)

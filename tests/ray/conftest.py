@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,8 @@ SETTINGS = {"RAY_raylet_start_wait_time_s": "120", "RAY_agent_register_timeout_m
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cluster() -> Iterator[str]:
-    """The address of a cluster to which this process is connected: two nodes with 6 CPUs, one with 2 GPUs."""
+def ray_cluster() -> Iterator[Any]:
+    """A cluster to which this process is connected: two nodes with 6 CPUs, one with 2 GPUs."""
     os.environ.update(SETTINGS)
     import ray
     from ray.cluster_utils import Cluster
@@ -35,7 +36,14 @@ def cluster() -> Iterator[str]:
                     if not tries_left:
                         raise
         ray.init(address=made.address, log_to_driver=False)
-        yield made.address
+        yield made
         ray.shutdown()
     finally:
         made.shutdown()
+
+
+@pytest.fixture
+def cluster(ray_cluster: Any) -> str:
+    """The address of the cluster."""
+    address: str = ray_cluster.address
+    return address

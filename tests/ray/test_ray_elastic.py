@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +18,23 @@ import pytest
 import ray
 import ray.cloudpickle
 from ranks_alive import is_running, wait_until
+from ray._raylet import GcsClient
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
+from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from polyhvd.data import ArrayLoader
 from polyhvd.launch.providers.elastic import visible_gpus
-from polyhvd.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
+from polyhvd.ray import ElasticParams, ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
 from polyhvd.ray.worker import gpus_of_node
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "elastic"))
 
 import dying
 
-for module in (sys.modules[__name__], dying):
+for module in (sys.modules[__name__], sys.modules[wait_until.__module__], dying):
     ray.cloudpickle.register_pickle_by_value(module)
 
 ROWS, EPOCHS, BATCH = 48, 2, 4
@@ -218,6 +224,159 @@ def test_a_process_joins_on_a_new_node_and_gets_the_state(tmp_path: Path) -> Non
     assert [values["step"] for values in logged] == list(range(len(logged)))
 
 
+def train_with_a_spare(folder: Path) -> Found:
+    """Train; rank 1 of the first world is killed when the spare waits in ``init()``."""
+    begun = folder / "begun"
+    note(begun)
+    if len(started(begun)) > 3:
+        time.sleep(600)  # what takes the place of the spare has no part in this
+    hvd.init()
+    if hvd.rank() == 1 and not (folder / "lost-1").exists():
+        wait_until(lambda: len(started(begun)) == 3, "the spare starts", BUSY_S)
+    return train(folder, [1])
+
+
+def test_a_spare_takes_the_place_of_a_lost_rank(tmp_path: Path) -> None:
+    (tmp_path / "begun").mkdir()
+    found = executor(2, 2, spares=1).run(lambda: train_with_a_spare(tmp_path))
+    check_training(found)
+    assert len(found) == 2
+    assert {item.process for item in found} < set(started(tmp_path / "begun")[:3])
+
+
+def test_spares_count_in_the_room_of_a_job_without_a_limit() -> None:
+    params = ElasticParams(min_workers=2, spares=2)
+    assert [params.limits(slots).size for slots in (2, 3, 4, 5, 12)] == [2, 2, 2, 3, 10]
+    with pytest.raises(ValueError, match=r"spares=-1: expected a number from 0 on"):
+        ElasticParams(spares=-1)
+
+
+def step_until(folder: Path, done: Callable[[], bool]) -> Found:
+    """Make steps until something is the case on rank 0."""
+    note(folder)
+    hvd.init()
+    state = hvd.elastic.ArrayState(total=np.zeros(2), steps=0)
+    deadline = time.monotonic() + BUSY_S
+
+    @hvd.elastic.on_leave
+    def note_leave(leave: Any) -> None:
+        (folder / f"left-{os.getpid()}").touch()
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        is_done = False
+        while not is_done:
+            assert time.monotonic() < deadline
+            is_done = hvd.broadcast_object(done(), root_rank=0)
+            state.total += hvd.allreduce(np.ones(2), op=hvd.Average, name="ones")
+            state.steps += 1
+            (folder / f"step-{hvd.size()}").touch()
+            time.sleep(0.02)
+            state.commit()
+
+    loop(state)
+    return Found(os.getpid(), hvd.rank(), hvd.size(), [float(state.steps)] * 2, state.total.tolist())
+
+
+def test_an_actor_that_gets_sigterm_leaves_with_notice(tmp_path: Path) -> None:
+    def send() -> None:
+        wait_until((tmp_path / "step-2").exists, "a step of two ranks", BUSY_S)
+        os.kill(started(tmp_path)[1], signal.SIGTERM)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    (found,) = executor(1, 2).run(lambda: step_until(tmp_path, (tmp_path / "step-1").exists))
+    thread.join()
+    left = started(tmp_path)[1]
+    assert found.process == started(tmp_path)[0]
+    assert found.seen == found.weights, "no step was lost"
+    assert (tmp_path / f"left-{left}").exists()
+    wait_until(lambda: not is_running(left), "the process ends", END_S)
+
+
+def drain(node_id: str) -> None:
+    """Have Ray drain a node, as an autoscaler does when the node is about to be lost."""
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    accepted, why = client.drain_node(node_id, reason, "test", int((time.time() + 600) * 1000))
+    assert accepted, why
+
+
+def demands() -> list[dict[str, float]]:
+    """The bundles that Ray's autoscaler is shown, as it reads them."""
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    gangs = get_cluster_resource_state(client).pending_gang_resource_requests
+    return [dict(request.resources_bundle) for gang in gangs for request in gang.requests]
+
+
+def test_a_job_shows_the_autoscaler_what_it_lacks_and_leaves_drained_nodes_with_notice(
+    tmp_path: Path, ray_cluster: Cluster
+) -> None:
+    def back() -> bool:
+        return hvd.size() == 2 and (tmp_path / "step-3").exists()
+
+    made = ElasticRayExecutor(ElasticRayExecutor.create_settings(1, 3, timeout_s=BUSY_S), cpus_per_slot=6)
+    made.start()
+    found: list[Found] = []
+    thread = threading.Thread(target=lambda: found.extend(made.run(lambda: step_until(tmp_path, back))))
+    thread.start()
+    wait_until((tmp_path / "step-2").exists, "a step of two ranks", BUSY_S)
+    wait_until(demands, "the autoscaler is asked", BUSY_S)
+    assert demands() == [{"CPU": 6.0}]
+    node = ray_cluster.add_node(num_cpus=6, num_gpus=0)
+    try:
+        wait_until((tmp_path / "step-3").exists, "a step of three ranks", BUSY_S)
+        drain(node.node_id)
+        thread.join()
+    finally:
+        ray_cluster.remove_node(node)
+    assert [item.size for item in found] == [2, 2]
+    assert all(item.seen == item.weights for item in found), "no step was lost"
+    (left,) = {*started(tmp_path)} - {item.process for item in found}
+    assert (tmp_path / f"left-{left}").exists()
+    wait_until(lambda: not demands(), "nothing waits", END_S)
+
+
+def test_an_elastic_job_stays_in_the_placement_group_around_its_driver(tmp_path: Path) -> None:
+    @ray.remote(num_cpus=1)
+    def trial() -> tuple[list[Found], list[tuple[str, str]]]:
+        made = RayExecutor(RayExecutor.create_settings(timeout_s=BUSY_S), min_workers=1, max_workers=4)
+        made.start()
+
+        def work() -> tuple[Found, str]:
+            found = train(tmp_path, [1])
+            return found, ray.get_runtime_context().get_placement_group_id()
+
+        results = made.run(work)
+        return [found for found, _ in results], [group for _, group in results]
+
+    group = placement_group([{"CPU": 1}, {"CPU": 2}, {"CPU": 1}], strategy="SPREAD")
+    strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+    try:
+        found, groups = ray.get(trial.options(scheduling_strategy=strategy).remote())
+    finally:
+        remove_placement_group(group)
+    check_training(found)
+    assert 2 <= len(found) <= 3, "the group has room for no more"
+    assert set(groups) == {group.id.hex()}
+
+
+def test_too_small_a_placement_group_is_an_error() -> None:
+    @ray.remote(num_cpus=1)
+    def trial() -> None:
+        settings = RayExecutor.create_settings(timeout_s=BUSY_S)
+        RayExecutor(settings, min_workers=3, elastic_timeout=1).start()
+
+    group = placement_group([{"CPU": 1}, {"CPU": 2}])
+    strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+    words = r"current placement group has room for 2 ranks with .*Its bundles: \[\{'CPU': 1.0\}"
+    try:
+        with pytest.raises(TimeoutError, match=words):
+            ray.get(trial.options(scheduling_strategy=strategy).remote())
+    finally:
+        remove_placement_group(group)
+
+
 class Model:
     def __init__(self, start: int, factor: int) -> None:
         self.value = start * factor
@@ -376,7 +535,7 @@ def test_shutdown_in_another_thread_ends_the_job(tmp_path: Path) -> None:
 
 DRIVER = """
 import os, pathlib, sys, time, ray
-from polyhvd.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
+from polyhvd.ray import ElasticParams, ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
 from polyhvd.ray.worker import gpus_of_node
 
 def work(folder):
@@ -429,6 +588,7 @@ def test_discovery_counts_ranks_by_node() -> None:
     [
         ({"min_workers": 2, "num_workers": 2}, "give one of them"),
         ({"num_workers": 2, "max_workers": 3}, "needs min_workers"),
+        ({"num_workers": 2, "spares": 1}, "needs min_workers"),
         ({"min_workers": 3, "max_workers": 2}, "expected 1 <= min_workers <= max_workers"),
         ({"min_workers": 1, "gpus_per_worker": 1}, "needs use_gpu=True"),
         ({"min_workers": 1, "cooldown_range": (1,)}, "expected two numbers"),
