@@ -337,6 +337,32 @@ def test_a_job_shows_the_autoscaler_what_it_lacks_and_leaves_drained_nodes_with_
     wait_until(lambda: not demands(), "nothing waits", END_S)
 
 
+@pytest.mark.nightly
+def test_a_node_whose_raylet_is_killed_takes_its_ranks_along_and_the_others_go_on(
+    tmp_path: Path, ray_cluster: Cluster
+) -> None:
+    def back() -> bool:
+        return hvd.size() == 2 and (tmp_path / "step-3").exists()
+
+    node = ray_cluster.add_node(num_cpus=6, num_gpus=0)
+    made = ElasticRayExecutor(ElasticRayExecutor.create_settings(1, 3, timeout_s=BUSY_S), cpus_per_slot=6)
+    made.start()
+    found: list[Found] = []
+    thread = threading.Thread(target=lambda: found.extend(made.run(lambda: step_until(tmp_path, back))))
+    thread.start()
+    wait_until((tmp_path / "step-3").exists, "a step of three ranks", BUSY_S)
+    begun = time.monotonic()
+    ray_cluster.remove_node(node, allow_graceful=False)
+    processes = started(tmp_path)
+    wait_until(lambda: sum(map(is_running, processes)) == 2, "the ranks of the node end", END_S)
+    thread.join()
+    assert [item.size for item in found] == [2, 2]
+    assert all(item.seen == item.weights for item in found), "no step counts twice"
+    assert {item.process for item in found} < set(processes)
+    assert not list(tmp_path.glob("left-*")), "it was a loss"
+    assert time.monotonic() - begun < 30.0, "before Ray lists the node as dead"
+
+
 def test_an_elastic_job_stays_in_the_placement_group_around_its_driver(tmp_path: Path) -> None:
     @ray.remote(num_cpus=1)
     def trial() -> tuple[list[Found], list[tuple[str, str]]]:

@@ -78,6 +78,52 @@ def test_the_exception_of_a_rank_ends_the_job_with_its_words(tmp_path: Path) -> 
         trainer.fit()
 
 
+#: Those of the suite, which tools/matrix.py names; only ranks of these tests see them.
+PACKAGES = os.environ.get("SUITE_PACKAGES", "")
+
+
+def fit(config: dict[str, Any]) -> None:
+    """Fit a linear model with Keras on TensorFlow; report its error from NumPy's solution."""
+    sys.path.append(PACKAGES)
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import keras
+    import polyhvd.keras as hvd_keras
+
+    hvd_keras.init()
+    rank, size = hvd_keras.rank(), hvd_keras.size()
+    keras.utils.set_random_seed(rank)  # other weights on each rank, until they are broadcast
+    x = np.random.default_rng(1).normal(size=(32, 4)).astype(np.float32)
+    y = x.sum(axis=1, keepdims=True)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(config["rate"])), "mse")
+    (expected,) = hvd_keras.broadcast_object([np.array(value) for value in model.get_weights()], root_rank=0)
+    for _ in range(3):
+        expected -= config["rate"] * 2 / 32 * x.T @ (x @ expected - y)
+    broadcast = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x[rank::size], y[rank::size], batch_size=32, epochs=3, verbose=0, callbacks=[broadcast])
+    error = float(np.abs(model.get_weights()[0] - expected).max())
+    saved = Path(config["folder"]) / f"saved-{rank}"
+    saved.mkdir()
+    errors = hvd_keras.allgather_object(error)
+    ray.train.report({"errors": errors}, checkpoint=Checkpoint(str(saved)) if rank == 0 else None)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    not Path(PACKAGES, "tensorflow").is_dir(), reason="SUITE_PACKAGES names no folder with TensorFlow"
+)
+def test_ranks_of_keras_train_what_numpy_does_on_all_rows(tmp_path: Path) -> None:
+    result = PolyhvdTrainer(
+        fit,
+        train_loop_config={"rate": 0.1, "folder": str(tmp_path)},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path / "results")),
+    ).fit()
+    assert result.metrics is not None
+    assert len(result.metrics["errors"]) == 2
+    assert max(result.metrics["errors"]) < 1e-5
+
+
 @pytest.mark.nightly
 def test_trials_of_a_grid_are_jobs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Its logger for TensorBoard would take the folder tests/torch for PyTorch.
