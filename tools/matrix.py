@@ -85,6 +85,21 @@ ENVIRONMENTS = (
         settings=(("SUITE_PACKAGES", sysconfig.get_path("purelib")),),  # with PyTorch, for some ranks
     ),
     Environment(
+        "ray-oldest",  # the oldest that has all names that are used
+        ("numpy>=2,<3", "ray[tune]==2.50.0"),
+        (),
+        extra_tests=("tests/ray",),
+        settings=(("SUITE_PACKAGES", sysconfig.get_path("purelib")),),
+        nightly=True,
+    ),
+    Environment(
+        "ray-default",
+        ("numpy>=2,<3", "ray[default]==2.60.0"),  # whose agent on each node exports metrics
+        (),
+        extra_tests=("tests/ray/test_ray_metrics.py",),
+        nightly=True,
+    ),
+    Environment(
         "spark-3.5",
         ("numpy==1.26.4", "pandas==2.2.3", "pyarrow==17.0.0", "pyspark==3.5.9", "setuptools", "fsspec"),
         (),
