@@ -405,7 +405,7 @@ class _Strangers:
             return
         self.ranks.add(greeting.source)
         _LOG.warning(
-            "rank 0: a process on %s calls as rank %d, and does not know this job's secret; %s",
+            "rank 0: a process on %s calls as rank %d, and does not have this job's secret; %s",
             address.removeprefix("::ffff:") or "this host",
             greeting.source,
             _SAME_SECRET,
