@@ -21,8 +21,8 @@ import ray.cloudpickle
 from ranks_alive import wait_until
 
 from polyhvd.installed import is_installed
+from polyhvd.observe.metrics import METRICS, PREFIX
 from polyhvd.ray import ElasticRayExecutor
-from polyhvd.ray.metrics import GAUGES
 
 pytestmark = [
     pytest.mark.nightly,  # Ray's agents take long to start
@@ -79,8 +79,8 @@ def test_prometheus_reads_the_gauges_of_each_rank(tmp_path: Path) -> None:
 
     def are_complete() -> bool:
         found = exported()
-        return max(found.get(("polyhvd_recoveries", "0"), [0])) >= 1 and {
-            (name, rank) for name in GAUGES for rank in "01"
+        return max(found.get((f"{PREFIX}world_changes_total", "0"), [0])) >= 1 and {
+            (PREFIX + metric.name, rank) for metric in METRICS for rank in "01"
         } <= set(found)
 
     try:
@@ -90,8 +90,8 @@ def test_prometheus_reads_the_gauges_of_each_rank(tmp_path: Path) -> None:
         (tmp_path / "done").touch()
         thread.join()
     for rank in "01":
-        assert max(found["polyhvd_size", rank]) == 2
+        assert max(found["polyhvd_ranks", rank]) == 2
         assert max(found["polyhvd_step_seconds", rank]) >= 0.03
-        assert max(found["polyhvd_bytes", rank]) > 0
-        assert max(found["polyhvd_operations", rank]) > 30
-        assert max(found["polyhvd_wait_seconds", rank]) >= 0
+        assert max(found["polyhvd_moved_bytes_total", rank]) > 0
+        assert max(found["polyhvd_operations_total", rank]) > 30
+        assert max(found["polyhvd_wait_seconds_total", rank]) >= 0
