@@ -208,7 +208,7 @@ class Jobs:
         return NodeRoom(self._discovery, params.resources)
 
     def _demand(self, room: Room | None) -> Demand | None:
-        """What asks for more nodes, where they can be used."""
+        """Return the request for more nodes, where they can be used."""
         return Demand(self._params.resources) if isinstance(room, NodeRoom) else None
 
     def _hosts(self, room: Room | None) -> Mapping[str, int]:

@@ -122,6 +122,12 @@ def test_ranks_need_slots_on_several_hosts_and_none_on_one() -> None:
         one.sized(3, 2)
 
 
+def test_gpus_of_a_node_are_its_slots_unless_the_job_has_asked_for_tasks() -> None:
+    gpus = {**SLURM, "SLURM_GPUS_PER_NODE": "a100:2,v100:2"}
+    assert found(gpus).hosts == (Host("n1", 4), Host("n2", 4))
+    assert found({**gpus, "SLURM_NTASKS": "4"}).hosts == (Host("n1", 2), Host("n2", 2))
+
+
 def test_requeueing_is_counted() -> None:
     assert found({**SLURM, "SLURM_RESTART_COUNT": "2"}).restarts == 2
 
