@@ -178,7 +178,7 @@ def metrics() -> dict[str, float]:
         found = hvd.metrics()
         print(f"{1e3 * found['step_seconds']:.1f} ms, {found['wait_ratio']:.0%} of it waiting for others")
     """
-    from polyhvd.observe.metrics import read
+    from polyhvd.runtime.metrics import read
 
     return read(_current.world())
 

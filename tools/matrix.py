@@ -72,6 +72,29 @@ ENVIRONMENTS = (
         beside_suite=True,
     ),
     Environment(
+        "metric-loggers",
+        (
+            "mlflow-skinny==3.17.2",
+            "wandb==0.31.0",
+            "tensorboard==2.20.0",
+            "numpy==1.26.4",
+            "protobuf==7.36.2",
+        ),
+        (),
+        extra_tests=("tests/launch/test_metric_loggers.py",),
+        over_suite=True,
+        nightly=True,
+    ),
+    Environment(
+        "hugging-face",
+        ("transformers==5.24.0", "numpy==1.26.4"),
+        (),
+        extra_tests=("tests/torch/test_torch_hugging_face.py",),
+        without_dependencies=("accelerate==1.15.0",),  # PyTorch is that of the suite
+        over_suite=True,
+        nightly=True,
+    ),
+    Environment(
         "jupyter",
         ("numpy==1.26.4", "ipykernel==7.4.0", "jupyter_client==8.10.0"),
         (),

@@ -13,6 +13,7 @@ __all__ = [
     "DataPositionCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LogMetricsCallback",
     "MetricAverageCallback",
 ]
 
@@ -35,6 +36,10 @@ class LearningRateScheduleCallback(keras_callbacks.LearningRateSchedule, keras.c
 
 class LearningRateWarmupCallback(keras_callbacks.LearningRateWarmup, keras.callbacks.Callback):  # noqa: D101
     __doc__ = keras_callbacks.LearningRateWarmup.__doc__
+
+
+class LogMetricsCallback(keras_callbacks.LogMetrics, keras.callbacks.Callback):  # noqa: D101
+    __doc__ = keras_callbacks.LogMetrics.__doc__
 
 
 class BestModelCheckpoint(keras_callbacks.BestModel, keras.callbacks.ModelCheckpoint):  # noqa: D101

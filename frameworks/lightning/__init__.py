@@ -14,6 +14,7 @@ from polyhvd.installed import require as _require
 _require(__name__)
 
 from polyhvd.lightning import elastic
+from polyhvd.lightning.callbacks import LogMetricsCallback
 from polyhvd.lightning.environment import PolyhvdEnvironment
 from polyhvd.lightning.strategy import PolyhvdStrategy, register
 from polyhvd.torch import Compression, allgather, allreduce, broadcast
@@ -25,6 +26,7 @@ register()
 
 __all__ = [
     "Compression",
+    "LogMetricsCallback",
     "PolyhvdEnvironment",
     "PolyhvdStrategy",
     "allgather",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mxnet.gluon.contrib.estimator import EpochEnd, TrainBegin
+from mxnet.gluon.contrib.estimator import BatchEnd, EpochEnd, TrainBegin
 from mxnet.metric import PCC, CompositeEvalMetric, EvalMetric
 from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
 from polyhvd.mxnet.kvstore import Horovod
@@ -17,9 +17,10 @@ from polyhvd.mxnet.weights import DRIFT_REMEDY, values_of
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.runtime import current
 from polyhvd.training.drift import compare_now, report
+from polyhvd.training.metrics_log import MetricsLog
 from polyhvd.training.naming import gather_by_name, numbered
 
-__all__ = ["BroadcastHandler", "MetricAverageHandler", "average_metrics"]
+__all__ = ["BroadcastHandler", "LogMetricsHandler", "MetricAverageHandler", "average_metrics"]
 
 #: What the metrics of MXNet divide one by the other, whatever they make of it then.
 _SUMS = ("sum_metric", "num_inst", "global_sum_metric", "global_num_inst")
@@ -121,6 +122,35 @@ class MetricAverageHandler(TrainBegin, EpochEnd):  # type: ignore[misc]
                 remedy = DRIFT_REMEDY if _is_distributed(trainer) else f"{_PLAIN}: {_DISTRIBUTE}"
                 text = f"MetricAverageHandler: at the end of an epoch {found.text}"
                 report(current.world(), text, remedy, is_reporter=found.is_reporter)
+
+
+class LogMetricsHandler(BatchEnd):  # type: ignore[misc]
+    """Passes ``hvd.metrics()`` to TensorBoard, MLflow, Weights & Biases or a function, on rank 0.
+
+    Their names begin with ``polyhvd/``. They are those of rank 0.
+
+    Args:
+        writer: a SummaryWriter with ``add_scalar()``, the module ``mlflow``, the run of ``wandb.init()``, or
+            a function that is called with a dict and the number of the step. Only rank 0 uses it; the other
+            ranks may pass None.
+        every_n_steps: batches between two entries.
+
+    Raises:
+        InvalidArgumentError: an argument cannot be used.
+
+    Example::
+
+        estimator.fit(data, epochs=5, event_handlers=[BroadcastHandler(), LogMetricsHandler(mlflow)])
+    """
+
+    def __init__(self, writer: Any, every_n_steps: int = 50) -> None:
+        with as_mxnets():
+            self._log = MetricsLog(writer, every_n_steps)
+
+    def batch_end(self, estimator: Any, *_: Any, **__: Any) -> bool:
+        """Write an entry if it is due; training goes on."""
+        self._log.add_steps()
+        return False
 
 
 def _is_distributed(trainer: Any) -> bool:

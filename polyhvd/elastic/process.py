@@ -29,9 +29,9 @@ from polyhvd.elastic.places import (
 from polyhvd.elastic.watch import LauncherWatch
 from polyhvd.observe import tracing
 from polyhvd.observe.autotune import Autotuner
-from polyhvd.observe.metrics import SCOPE
 from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime import current
+from polyhvd.runtime.metrics import SCOPE
 from polyhvd.runtime.prologue import Prologue
 from polyhvd.runtime.world import Member, World
 

@@ -17,10 +17,9 @@ from contextlib import suppress
 
 from polyhvd.config import Launched
 from polyhvd.launch.providers.meeting import given_secret
-from polyhvd.observe import metrics
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.store import StoreError
-from polyhvd.runtime import current
+from polyhvd.runtime import current, metrics
 from polyhvd.runtime.world import World
 
 __all__ = ["begin", "report_of"]

@@ -9,8 +9,7 @@ import time
 
 from ray.util.metrics import Gauge
 
-from polyhvd.observe import metrics
-from polyhvd.runtime import current
+from polyhvd.runtime import current, metrics
 
 __all__ = ["export", "publish", "read"]
 

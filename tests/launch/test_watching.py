@@ -23,7 +23,7 @@ from polyhvd.launch.hosts.lists import Host
 from polyhvd.launch.job import top
 from polyhvd.launch.job.endpoint import Endpoint
 from polyhvd.launch.job.metrics import JobMetrics
-from polyhvd.observe.metrics import JOB_METRICS, METRICS, PREFIX, table
+from polyhvd.runtime.metrics import JOB_METRICS, METRICS, PREFIX, table
 
 #: Reports often, so that no test waits.
 OFTEN = {"POLYHVD_METRICS_INTERVAL_S": "0.2"}
@@ -367,7 +367,7 @@ def _drained(terminal: int) -> bool:
 
 def test_document_has_the_table_of_metrics() -> None:
     page = (ROOT / "docs" / "watching.md").read_text()
-    assert "\n".join(table()) in page, "python -m polyhvd.observe.metrics makes it"
+    assert "\n".join(table()) in page, "python -m polyhvd.runtime.metrics makes it"
 
 
 def test_dashboard_queries_metrics_that_exist() -> None:

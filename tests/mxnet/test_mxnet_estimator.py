@@ -78,12 +78,19 @@ def test_fitting_with_deferred_initialisation(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     made = estimator_of(mx, np, 1 + rank, hvd.DistributedTrainer, deferred=True)
+    logged = []
     made.fit(
         data_of(mx, np, [rank]),
         epochs=1,
-        event_handlers=[hvd.estimator.BroadcastHandler(), hvd.estimator.MetricAverageHandler()],
+        event_handlers=[
+            hvd.estimator.BroadcastHandler(),
+            hvd.estimator.MetricAverageHandler(),
+            hvd.estimator.LogMetricsHandler(lambda values, step: logged.append((step, values)), 2),
+        ],
     )
     assert_same_bits_on_all_ranks(hvd, weights(np, made.net))
+    assert [step for step, _ in logged] == ([2] if rank == 0 else [])
+    assert all(values["polyhvd/ranks"] == 2 for _, values in logged)
 
 
 @pytest.mark.ranks(2)

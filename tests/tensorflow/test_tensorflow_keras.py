@@ -475,6 +475,20 @@ def test_steps_per_execution_and_evaluate_work() -> None:
     assert model.predict(inputs[:4], verbose=0).shape == (4, 1)
 
 
+def test_metrics_are_logged_on_rank_0() -> None:
+    logged: list[tuple[int, dict[str, float]]] = []
+    callback = hvd.callbacks.LogMetricsCallback(lambda values, step: logged.append((step, values)), 2)
+    model = make_model()
+    model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
+    train_together(model, callbacks=[callback])
+    assert [step for step, _ in logged] == ([*range(2, 2 * STEPS + 1, 2)] if RANK == 0 else [])
+    for _, values in logged:
+        assert values.keys() == {f"polyhvd/{name}" for name in hvd.metrics()}
+    message = raises(ValueError, lambda: hvd.callbacks.LogMetricsCallback(5))
+    assert "expected a SummaryWriter" in message
+    raises(ValueError, lambda: hvd.callbacks.LogMetricsCallback(print, every_n_steps=0))
+
+
 def test_an_optimizer_of_version_1_reduces() -> None:
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         variable = tf.compat.v1.get_variable("v", initializer=2.0)

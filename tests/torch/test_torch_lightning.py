@@ -49,6 +49,10 @@ def test_logged_metrics_are_those_of_all_ranks() -> None:
     cases.metrics_are_those_of_all_ranks()
 
 
+def test_numbers_of_hvd_metrics_go_to_the_loggers(tmp_path: Path) -> None:
+    cases.metrics_of_ranks_are_logged(str(tmp_path))
+
+
 def test_metrics_of_other_names_are_refused() -> None:
     cases.metrics_of_other_names_are_refused()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ import polyhvd.torch as hvd
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from torch_common import ROWS, assert_close, assert_same_bits, raises
@@ -265,6 +267,20 @@ def metrics_are_those_of_all_ranks() -> None:
     assert len(model.all.compute()) == STEPS * size * (size + 1) // 2
     predicted = measures.predict(model, loader())
     assert sum(map(len, predicted)) == len(data()) // size
+
+
+def metrics_of_ranks_are_logged(folder: str) -> None:
+    logger = CSVLogger(folder)
+    callback = polyhvd.lightning.LogMetricsCallback(every_n_steps=2)
+    trains = fit(Regression(alone=False), logger=logger, callbacks=[callback])
+    if hvd.rank() == 0:
+        path = Path(logger.log_dir) / "metrics.csv"
+        lines = list(csv.DictReader(path.open()))
+        found = [int(line["step"]) for line in lines if line["polyhvd/operations_total"]]
+        assert found == [*range(2, trains.global_step + 1, 2)]
+        assert float(lines[-1]["polyhvd/ranks"]) == hvd.size()
+    with raises(hvd.InvalidArgumentError, "every_n_steps=0"):
+        polyhvd.lightning.LogMetricsCallback(every_n_steps=0)
 
 
 def exchanges_of_the_strategy() -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "DataPositionCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LogMetricsCallback",
     "MetricAverageCallback",
 ]
 
@@ -37,6 +38,10 @@ class LearningRateScheduleCallback(keras_callbacks.LearningRateSchedule, tf.kera
 
 class LearningRateWarmupCallback(keras_callbacks.LearningRateWarmup, tf.keras.callbacks.Callback):  # noqa: D101
     __doc__ = keras_callbacks.LearningRateWarmup.__doc__
+
+
+class LogMetricsCallback(keras_callbacks.LogMetrics, tf.keras.callbacks.Callback):  # noqa: D101
+    __doc__ = keras_callbacks.LogMetrics.__doc__
 
 
 class BestModelCheckpoint(keras_callbacks.BestModel, tf.keras.callbacks.ModelCheckpoint):  # noqa: D101

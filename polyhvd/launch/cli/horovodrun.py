@@ -86,6 +86,8 @@ FROM_ELSEWHERE = {
     "--print-completion": "new",
     "--huge-pages": "new",
     "--no-tag": "new",
+    "--metrics-port": "new",
+    "--metrics-address": "new",
     "--keep-going": "new",
     "--term-grace-s": "new",
     "--ssh-option": "new",

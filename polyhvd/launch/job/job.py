@@ -35,10 +35,10 @@ from polyhvd.launch.job.stopping import Stopping
 from polyhvd.launch.job.verdict import Verdict
 from polyhvd.launch.providers.local_agents import LocalAgents
 from polyhvd.launch.providers.starting import AgentProvider, HostAgent
-from polyhvd.observe.metrics import SCOPE
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
+from polyhvd.runtime.metrics import SCOPE
 from polyhvd.runtime.placement import Placement
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from polyhvd.launch.hosts.lists import Host
-from polyhvd.observe.metrics import JOB_METRICS, METRICS, PREFIX
+from polyhvd.runtime.metrics import JOB_METRICS, METRICS, PREFIX
 
 __all__ = ["JobMetrics", "RankReport"]
 
@@ -26,7 +26,7 @@ class RankReport:
     rank: int
     host: str  #: as a rank sends it, its number
     generation: int
-    values: Mapping[str, float]  #: by the names of :data:`polyhvd.observe.metrics.METRICS`
+    values: Mapping[str, float]  #: by the names of :data:`polyhvd.runtime.metrics.METRICS`
     at: float  #: when it was received, by ``time.monotonic()``
 
     @classmethod

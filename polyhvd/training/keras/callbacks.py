@@ -14,6 +14,7 @@ from polyhvd.runtime import current
 from polyhvd.training.drift import compare_now, report
 from polyhvd.training.keras.optimizers import is_distributed
 from polyhvd.training.keras.weights import DRIFT_REMEDY, values_of
+from polyhvd.training.metrics_log import MetricsLog
 from polyhvd.training.naming import gather_by_name
 
 __all__ = [
@@ -377,6 +378,40 @@ class LearningRateWarmup(LearningRateSchedule):
         if self.verbose > 0 and self.end_epoch is not None and epoch == self.end_epoch - 1:
             rate = _number(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+class LogMetrics:
+    """Passes ``hvd.metrics()`` to TensorBoard, MLflow, Weights & Biases or a function, on rank 0.
+
+    Their names begin with ``polyhvd/``. They are those of rank 0.
+
+    Args:
+        writer: the SummaryWriter of ``tf.summary.create_file_writer()`` or of PyTorch, the module ``mlflow``,
+            the run of ``wandb.init()``, or a function that is called with a dict and the number of the
+            step. Only rank 0 uses it; the other ranks may pass None.
+        every_n_steps: steps between two entries.
+
+    Raises:
+        InvalidArgumentError: an argument cannot be used.
+
+    Example::
+
+        writer = tf.summary.create_file_writer("logs") if hvd.rank() == 0 else None
+        model.fit(x, y, callbacks=[hvd.callbacks.LogMetricsCallback(writer)])
+    """
+
+    def __init__(self, writer: Any, every_n_steps: int = 50) -> None:
+        super().__init__()
+        self._metrics = MetricsLog(writer, every_n_steps)
+        self._first = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Note which steps are executed together."""
+        self._first = batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Write an entry if it is due."""
+        self._metrics.add_steps(max(1, batch - self._first + 1))
 
 
 class BestModel:

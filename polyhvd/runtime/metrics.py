@@ -1,6 +1,6 @@
 """The metrics of a rank: one table for ``hvd.metrics()``, polyhvdrun's page, ``polyhvd top``, Ray and docs.
 
-``python -m polyhvd.observe.metrics`` prints it as a table of Markdown.
+``python -m polyhvd.runtime.metrics`` prints it as a table of Markdown.
 """
 
 from __future__ import annotations
