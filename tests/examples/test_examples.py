@@ -19,14 +19,14 @@ from polyhvd.testing.stand_ins import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = {"mxnet": "mxnet", "pytorch": "torch", "lightning": "torch", "tensorflow": "tensorflow"}
-#: Those that are killed, move a model, read files or need Ray or Spark have separate tests. One framework's
-#: follow each other, since its fork servers may end when others are needed.
+#: Those that are killed, move a model, read files or need transformers, Ray or Spark have separate tests. One
+#: framework's follow each other, since its fork servers may end when others are needed.
 EXAMPLES = sorted(
     (
         path.name
         for path in (ROOT / "examples").glob("*.py")
         if path.name != "common.py"
-        and not path.name.startswith(("elastic_", "migration_", "parquet_", "ray_", "spark_"))
+        and not path.name.startswith(("elastic_", "hugging_", "migration_", "parquet_", "ray_", "spark_"))
     ),
     key=lambda name: ([*FRAMEWORKS, name.split("_")[0]].index(name.split("_")[0]), name),
 )
