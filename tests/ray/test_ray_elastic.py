@@ -175,7 +175,7 @@ class Hosts:
     """A discovery that lists one node, until it is asked for both."""
 
     def __init__(self) -> None:
-        self.first, self.second = (node["NodeID"] for node in ray.nodes())
+        self.first, self.second = (node["NodeID"] for node in alive())
         self.grows = False
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
@@ -294,6 +294,11 @@ def test_an_actor_that_gets_sigterm_leaves_with_notice(tmp_path: Path) -> None:
     wait_until(lambda: not is_running(left), "the process ends", END_S)
 
 
+def alive() -> list[dict[str, Any]]:
+    """Those nodes that Ray does not list as dead."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
 def drain(node_id: str) -> None:
     """Have Ray drain a node, as an autoscaler does when the node is about to be lost."""
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -330,6 +335,7 @@ def test_a_job_shows_the_autoscaler_what_it_lacks_and_leaves_drained_nodes_with_
         thread.join()
     finally:
         ray_cluster.remove_node(node)
+        wait_until(lambda: len(alive()) == 2, "the node is dead for Ray", BUSY_S)
     assert [item.size for item in found] == [2, 2]
     assert all(item.seen == item.weights for item in found), "no step was lost"
     (left,) = {*started(tmp_path)} - {item.process for item in found}
@@ -361,6 +367,7 @@ def test_a_node_whose_raylet_is_killed_takes_its_ranks_along_and_the_others_go_o
     assert {item.process for item in found} < set(processes)
     assert not list(tmp_path.glob("left-*")), "it was a loss"
     assert time.monotonic() - begun < 30.0, "before Ray lists the node as dead"
+    wait_until(lambda: len(alive()) == 2, "the node is dead for Ray", BUSY_S)
 
 
 def test_an_elastic_job_stays_in_the_placement_group_around_its_driver(tmp_path: Path) -> None:
@@ -604,7 +611,7 @@ def test_too_little_room_is_an_error_with_what_there_is() -> None:
 
 def test_discovery_counts_ranks_by_node() -> None:
     found = RayHostDiscovery(cpus_per_worker=2).find_available_hosts_and_slots()
-    assert found == {node["NodeID"]: 3 for node in ray.nodes()}
+    assert found == {node["NodeID"]: 3 for node in alive()}
     assert list(RayHostDiscovery(cpus_per_worker=0.1).find_available_hosts_and_slots().values()) == [60, 60]
     assert list(RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots().values()) == [2]
 
