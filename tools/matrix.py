@@ -108,8 +108,8 @@ ENVIRONMENTS = (
         settings=(("SUITE_PACKAGES", sysconfig.get_path("purelib")),),  # with PyTorch, for some ranks
     ),
     Environment(
-        "ray-oldest",  # the oldest that has all names that are used
-        ("numpy>=2,<3", "ray[tune]==2.50.0"),
+        "ray-oldest",  # the oldest with these names in Ray Train
+        ("numpy>=2,<3", "ray[train,tune]==2.51.0"),
         (),
         extra_tests=("tests/ray",),
         settings=(("SUITE_PACKAGES", sysconfig.get_path("purelib")),),
