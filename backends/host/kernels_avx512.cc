@@ -11,9 +11,14 @@
 
 #include "kernels_table.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__)
 
+#if defined(__clang__)
+#pragma clang attribute push( \
+    __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
 #pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
 #define POLYHVD_VECTOR_BYTES 64
 #include "kernels_impl.h"
 
@@ -25,6 +30,10 @@ const KernelTable* avx512_table() noexcept {
 }
 
 }  // namespace polyhvd::host
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 
 #else
 

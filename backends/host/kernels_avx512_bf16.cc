@@ -11,9 +11,15 @@
 
 #include "kernels_table.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__)
 
+#if defined(__clang__)
+#pragma clang attribute push(                                                           \
+    __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
+    apply_to = function)
+#else
 #pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#endif
 #define POLYHVD_VECTOR_BYTES 64
 #define POLYHVD_AVX512_BF16
 #include "kernels_impl.h"
@@ -31,6 +37,10 @@ const KernelTable* avx512_bf16_table() noexcept {
 }
 
 }  // namespace polyhvd::host
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 
 #else
 

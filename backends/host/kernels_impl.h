@@ -224,9 +224,9 @@ struct Bfloat16 {
     if (found == 0) [[likely]] {
       using Halves = Vec<std::uint16_t>;
       const Halves halves = Halves(_mm512_cvtne2ps_pbh(__m512(odd), __m512(even)));
-      return Word(__builtin_shuffle(
-          halves, Halves{0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}));
+      return Word(__builtin_shufflevector(halves, halves, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21,
+                                          6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
+                                          29, 14, 30, 15, 31));
     }
 #endif
     return (round_to_bfloat16(even) >> 16) | (round_to_bfloat16(odd) & 0xffff0000u);

@@ -5,9 +5,13 @@
 
 #include "sketch_table.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__)
 
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
 #pragma GCC target("avx2,f16c")
+#endif
 #define POLYHVD_VECTOR_BYTES 32
 #include "sketch_impl.h"
 
@@ -19,6 +23,10 @@ const SketchTable* avx2_sketches() noexcept {
 }
 
 }  // namespace polyhvd::host
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 
 #else
 

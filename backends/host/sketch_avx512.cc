@@ -5,9 +5,14 @@
 
 #include "sketch_table.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__)
 
+#if defined(__clang__)
+#pragma clang attribute push( \
+    __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
 #pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
 #define POLYHVD_VECTOR_BYTES 64
 #include "sketch_impl.h"
 
@@ -19,6 +24,10 @@ const SketchTable* avx512_sketches() noexcept {
 }
 
 }  // namespace polyhvd::host
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 
 #else
 

@@ -25,8 +25,12 @@ constexpr std::array<std::uint32_t, 256> make_table() {
 constexpr auto kTable = make_table();
 
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) std::uint32_t native(std::span<const std::byte> bytes,
-                                                       std::uint32_t before) noexcept {
+#if defined(__clang__)
+__attribute__((target("crc32")))  // which GCC 10 does not have
+#else
+__attribute__((target("sse4.2")))
+#endif
+std::uint32_t native(std::span<const std::byte> bytes, std::uint32_t before) noexcept {
   std::uint64_t crc = ~before;
   const std::byte* at = bytes.data();
   std::size_t remaining = bytes.size();

@@ -3,8 +3,8 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <signal.h>
-#include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -36,8 +36,10 @@ constexpr std::size_t kRemovedMax = 64;
 using Directory = std::unique_ptr<DIR, int (*)(DIR*)>;
 
 std::string random_word() {
+  constexpr unsigned kNonBlocking = 1;  // GRND_NONBLOCK
   std::uint64_t number = 0;
-  if (getrandom(&number, sizeof number, GRND_NONBLOCK) != sizeof number) {
+  // getrandom() without the C library's function, which came with glibc 2.25.
+  if (syscall(SYS_getrandom, &number, sizeof number, kNonBlocking) != sizeof number) {
     timespec now{};
     clock_gettime(CLOCK_REALTIME, &now);
     number = static_cast<std::uint64_t>(now.tv_nsec) * 2654435761u ^
