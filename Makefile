@@ -235,6 +235,20 @@ check: $(STAMPS)/test
 	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*/*.h polyhvd/csrc/*/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc backends/*/*/*.h backends/*/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc tests/gpu/*.cc tests/gpu/*/*.h tests/gpu/*/*.cc benchmarks/*.cc)
 	$(PY) -m pytest -q tests/test_tidy.py tests/test_english.py tests/test_verbs.py
 
+# Packages of its own, as for the documentation: none of them decides a version for the tests, or the other way.
+WHEELS_PY := build/wheels-env/bin/python
+$(STAMPS)/wheels: requirements/wheels.txt
+	@mkdir -p $(STAMPS) && sh tools/python.sh $(PYTHON)
+	$(PYTHON) -m venv build/wheels-env
+	$(WHEELS_PY) -m pip install -q --no-compile -r requirements/wheels.txt && touch $@
+
+WHEELS ?=
+
+##@ wheels   for all versions of Python, x86-64 and aarch64, into dist/, or WHEELS="--python 3.12 --platform aarch64"
+.PHONY: wheels
+wheels: $(STAMPS)/wheels
+	MAX_JOBS=$(JOBS) $(WHEELS_PY) tools/wheels.py $(WHEELS)
+
 BENCH ?=
 
 ##@ bench    latency and throughput beside all peers that are installed, in turns; options in BENCH

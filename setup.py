@@ -59,8 +59,8 @@ class BuildExt(build_ext):  # type: ignore[misc]
 
     def finalize_options(self) -> None:
         """Keep objects in one place, for installing in place, for wheels, and for the core's own tests."""
+        self.build_temp = self.build_temp or f"build/objects/{sys.implementation.cache_tag}"
         super().finalize_options()
-        self.build_temp = f"build/objects/{sys.implementation.cache_tag}"
 
     def get_ext_filename(self, ext_name: str) -> str:
         """Where the library of an extension lies in the package."""

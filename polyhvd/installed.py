@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -139,24 +140,43 @@ def _read(path: Path) -> ModuleType:
 
 
 def has_core(folder: Path) -> bool:
-    """Return whether a folder of the package holds its compiled core."""
-    return any(folder.glob("_core*.so"))
+    """Return whether a folder of the package holds a compiled core that this Python can import."""
+    return any((folder / f"_core{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
 
 
 def without_core(folder: Path) -> ImportError:
-    """The error of a folder of sources that stands in front of the package that was installed.
+    """The error for a folder of the package that has no core, or one for another Python or platform.
 
-    A script's own folder comes first on ``sys.path``: beside a clone it finds the clone's sources.
+    A folder without a core holds sources, and hides the installed package: a script's own folder comes first
+    on ``sys.path``. A core for another Python comes from a folder that was copied, or from PYTHONPATH.
 
     Args:
         folder: of the package that is being imported.
     """
+    if others := sorted(path.name for path in folder.glob("_core*.so")):
+        here = f"{_python_of(EXTENSION_SUFFIXES[0])} ({sys.executable})"
+        return ImportError(
+            f"polyhvd in {folder} was built for {' and '.join(map(_python_of, others))}, and this is {here}. "
+            f"Install the wheel for this Python, or the source, with: {sys.executable} -m pip install. "
+            "If polyhvd is installed for it, remove the other folder from PYTHONPATH",
+            name="polyhvd._core",
+        )
     return ImportError(
         f"polyhvd was found in {folder}, which holds its sources without the compiled core. If polyhvd is "
         "installed, this folder hides it, since the script, or the current folder, lies beside it: start the "
         "program from elsewhere, or build the core here with: pip install -e .",
         name="polyhvd._core",
     )
+
+
+def _python_of(suffix: str) -> str:
+    """The Python that imports extension modules with a suffix, for people: "CPython 3.12 on aarch64"."""
+    found = re.search(r"\.(\w+)-(\d)(\d+)(\w*)-(\w+)-linux", suffix)
+    if found is None:
+        return f"a Python whose extension modules end with {suffix}"
+    name = {"cpython": "CPython"}.get(found[1], found[1])
+    flavor = {"t": " (free-threaded)", "d": " (debug build)"}.get(found[4], "")
+    return f"{name} {found[2]}.{found[3]}{flavor} on {found[5]}"
 
 
 def is_installed(package: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,28 @@ def test_a_script_in_a_clone_that_hides_the_installed_package_says_so(tmp_path: 
     (told,) = [line for line in done.stderr.splitlines() if line.startswith("ImportError")]
     assert f"polyhvd was found in {tmp_path / 'polyhvd'}" in told
     assert "start the program from elsewhere" in told
+
+
+@pytest.mark.parametrize(
+    ("core", "built_for"),
+    [
+        ("_core.cpython-39-x86_64-linux-gnu.so", "CPython 3.9 on x86_64"),
+        ("_core.cpython-313t-aarch64-linux-gnu.so", "CPython 3.13 (free-threaded) on aarch64"),
+        ("_core.old.so", "a Python whose extension modules end with _core.old.so"),
+    ],
+)
+def test_a_package_built_for_another_python_names_both_in_one_line(
+    core: str, built_for: str, tmp_path: Path
+) -> None:
+    sources = shutil.ignore_patterns("*.so", "__pycache__", "csrc")
+    folder = shutil.copytree(ROOT / "polyhvd", tmp_path / "polyhvd", ignore=sources)
+    (folder / core).touch()
+    last = _run("import polyhvd.numpy", tmp_path).stderr.splitlines()[-1]
+    this = f"CPython {sys.version_info[0]}.{sys.version_info[1]} on {platform.machine()} ({sys.executable})"
+    assert last.startswith(
+        f"ImportError: polyhvd in {folder} was built for {built_for}, and this is {this}. "
+    )
+    assert f"with: {sys.executable} -m pip install" in last
 
 
 @editable
