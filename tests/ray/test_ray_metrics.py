@@ -21,8 +21,8 @@ import ray.cloudpickle
 from ranks_alive import wait_until
 
 from polyhvd.installed import is_installed
-from polyhvd.observe.metrics import METRICS, PREFIX
 from polyhvd.ray import ElasticRayExecutor
+from polyhvd.runtime.metrics import METRICS, PREFIX
 
 pytestmark = [
     pytest.mark.nightly,  # Ray's agents take long to start
