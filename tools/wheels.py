@@ -86,7 +86,7 @@ class Wheel:
         return WORK / self.platform.machine / self.tag
 
     def settings(self, compiler: str) -> dict[str, object]:
-        """What sysconfig of the Python that it is for returns, as far as a build reads it.
+        """Return the answers of the target's sysconfig, as far as a build reads them.
 
         Args:
             compiler: the command that compiles C++ for the platform.
@@ -133,7 +133,7 @@ def version_of(headers: Path) -> str | None:
 
 
 def is_usual_build(headers: Path) -> bool:
-    """Whether the headers are of a usual build of CPython, neither debug nor free-threaded."""
+    """Return whether the headers are of a usual build of CPython, neither debug nor free-threaded."""
     defined = r"^#define (Py_GIL_DISABLED|Py_DEBUG|Py_TRACE_REFS)\b"
     try:
         return not re.search(defined, (headers / "pyconfig.h").read_text(), re.MULTILINE)
@@ -166,7 +166,7 @@ def _installed(version: str) -> Iterator[Path]:
 
 
 def _debian_headers(version: str) -> Path | None:
-    """Those of Debian's package, which is downloaded but not installed.
+    """Return the headers of Debian's package, which is downloaded but not installed.
 
     Both platforms have the same files but for pyconfig.h, in which no macro differs that Python.h reads.
     """
@@ -306,7 +306,7 @@ def check(path: Path, wheel: Wheel) -> None:
 
 
 def fits(found: dict[str, Any], platform: Platform) -> bool:
-    """Whether a wheel runs on a platform.
+    """Return whether a wheel runs on a platform.
 
     Args:
         found: what ``auditwheel show --json`` prints of the wheel.

@@ -20,7 +20,7 @@ class LogMetricsCallback(pl.callbacks.Callback):  # type: ignore[misc]
         every_n_steps: batches between two entries.
 
     Raises:
-        InvalidArgumentError: ``every_n_steps`` is no whole number above 0.
+        InvalidArgumentError: ``every_n_steps`` is not a whole number above 0.
 
     Example::
 
