@@ -303,6 +303,7 @@ nightly: $(STAMPS)/test core units stand-ins
 	TEST_RANKS=all TEST_DEPTH=nightly $(PY) tools/suite.py $(TESTS)
 	$(MAKE) -s parity CASES=resnet18
 	$(MAKE) -s faults FAULT_CASES=300
+	$(MAKE) -s soak SOAK_KILLS=30 SOAK_FORM=files
 	for framework in numpy torch tensorflow keras mxnet; do $(MAKE) -s soak SOAK_KILLS=50 SOAK_FRAMEWORK=$$framework || exit; done
 	$(MAKE) -s fuzz
 	$(PY) tools/matrix.py --all

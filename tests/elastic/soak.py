@@ -66,9 +66,12 @@ FORMS = {
     "spare": (("-np", "3", "--min-np", "2", "--max-np", "4", "--spares", "1", *LIMITS), 4, "train", False),
     "one size": (("-np", "3", "--min-np", "3", "--spares", "1", *LIMITS), 3, "train", True),
     "run": (("-np", "3", "--min-np", "3", "--spares", "1", *LIMITS), 3, "run", True),
+    "files": (("-np", "3", "--min-np", "1", "--max-np", "4", *LIMITS), 4, "train", False),
     "two": (("-np", "2", "--min-np", "2", "--spares", "1", *LIMITS), 2, "train", True),
 }
 NUMPY_FORMS = ("sizes", "one size", "spare", "run")
+#: By name: what the environment of the job has beside.
+ENVIRONMENTS = {"files": {"TRAIN_DATA": "parquet"}}
 
 
 class SoakError(Exception):
@@ -170,7 +173,7 @@ class Job:
 
     def start(self, *options: str, **environment: str) -> Popen[bytes]:
         """Start polyhvdrun."""
-        environment = {"SOAK_HOW": self.how, **environment}
+        environment = {"SOAK_HOW": self.how, **ENVIRONMENTS.get(self.form, {}), **environment}
         environment |= {"SOAK_EPOCHS": str(self.epochs), "TRAIN_ROWS": str(ROWS), "OMP_NUM_THREADS": "1"}
         environment |= {"SOAK_PROLOGUE": "1"} if self.has_prologue else {}
         environment |= {"POLYHVD_FLIGHT_DIR": str(self.folder), "TF_CPP_MIN_LOG_LEVEL": "3"}

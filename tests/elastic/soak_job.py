@@ -205,9 +205,12 @@ def replay() -> None:
     sets[hvd.size()] = hvd.global_process_set
     w, m = train_job.first_w.copy(), np.zeros_like(train_job.first_w)
     counts, size, done = np.zeros(train_job.ROWS), 1, 0
-    loader = train_job.ArrayLoader(
-        [train_job.x, train_job.y], train_job.BATCH, seed=3, placement=lambda: (hvd.rank(), size)
-    )
+    place = {"batch_size": train_job.BATCH, "seed": 3, "placement": lambda: (hvd.rank(), size)}
+    loader: Any
+    if os.environ.get("TRAIN_DATA") == "parquet":
+        loader = train_job.ParquetLoader(train_job.rows_file(), **place)
+    else:
+        loader = train_job.ArrayLoader([train_job.x, train_job.y], **place)
     for steps, size in segments:
         left = steps if hvd.rank() < size else 0
         loader.load_state_dict(loader.state_dict())  # what is under way was for another size

@@ -22,6 +22,7 @@ file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import os
@@ -221,12 +222,20 @@ train_module.Training = KilledTraining  # type: ignore[attr-defined]
 train_module.Folder = KilledFolder  # type: ignore[attr-defined]
 
 
+def rows_file() -> Path:
+    """The file of the rows, which the process writes that is the first to have it ready."""
+    own, file = FOLDER / f"rows-{os.getpid()}.parquet", FOLDER / "rows.parquet"
+    write_parquet({"x": x, "y": y}, own, rows_per_group=5)
+    with contextlib.suppress(FileExistsError):
+        os.link(own, file)
+    own.unlink()
+    return file
+
+
 def loader_of() -> tuple[Any, Any]:
     """A loader, and what makes a Batch of what it yields."""
     if os.environ.get("TRAIN_DATA") == "parquet":
-        file = FOLDER / "rows.parquet"
-        write_parquet({"x": x, "y": y}, file, rows_per_group=5)  # every process does, with equal bytes
-        files = ParquetLoader(file, batch_size=BATCH, seed=3)
+        files = ParquetLoader(rows_file(), batch_size=BATCH, seed=3)
         return files, lambda batch: Batch((batch["x"], batch["y"]), batch.indices, batch.weight)
     if FRAMEWORK not in ("torch", "mxnet"):
         return ArrayLoader([x, y], batch_size=BATCH, seed=3), lambda batch: batch
