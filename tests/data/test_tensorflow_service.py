@@ -16,7 +16,10 @@ from ranks_alive import is_running, wait_until
 
 from polyhvd.testing.stand_ins import is_installed
 
-pytestmark = pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed")
+pytestmark = [
+    pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),
+    pytest.mark.slow,  # a compute job stays for ten seconds
+]
 RANKS = 2
 
 TRAINING = """
@@ -108,6 +111,7 @@ def test_ranks_share_the_elements_and_the_service_ends_after_them(start: Any) ->
     assert not file.exists()
 
 
+@pytest.mark.nightly
 def test_dispatchers_of_a_training_job_give_each_rank_all_elements(start: Any) -> None:
     compute, training, _ = start("each", "--dispatchers", "2", "--dispatcher-side", "training")
     assert training.ends() == 0, training.text() + compute.text()
@@ -115,7 +119,7 @@ def test_dispatchers_of_a_training_job_give_each_rank_all_elements(start: Any) -
     assert compute.ends() == 0, compute.text()
 
 
-@pytest.mark.parametrize("side", ["compute", "training"])
+@pytest.mark.parametrize("side", ["compute", pytest.param("training", marks=pytest.mark.nightly)])
 def test_reading_raises_an_error_when_the_compute_job_is_killed(start: Any, side: str) -> None:
     compute, training, _ = start("endless", "--dispatcher-side", side)
     wait_until(lambda: training.text().count("reading") == RANKS, "both ranks read")
