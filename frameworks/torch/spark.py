@@ -21,7 +21,7 @@ from polyhvd.spark.estimators.model import FrameworkModel, Predict
 from polyhvd.spark.estimators.params import ESTIMATORS, MODELS, has_params
 from polyhvd.spark.estimators.training import Run, Trainer
 
-__all__ = ["TorchEstimator", "TorchModel"]
+__all__ = ["TorchEstimator", "TorchModel", "called", "input_of", "predictor_of", "shapes_of", "tensor_of"]
 
 #: Losses whose labels are numbers of classes.
 _OF_CLASSES = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.MultiMarginLoss)
@@ -46,11 +46,20 @@ class TorchModel(FrameworkModel):
     _framework = "torch"
 
     def _predictor(self) -> Callable[[], Predict]:
-        model = copy.deepcopy(self.getOrDefault("model")).cpu()
-        columns = list(self.getOrDefault("feature_columns"))
-        shapes = _shapes(self.getOrDefault("input_shapes"), columns)
-        whole = frozenset(self.getOrDefault("categorical_cols") or ())
-        return _Predictor(cloudpickle.dumps(model), columns, shapes, whole)
+        return predictor_of(self)
+
+
+def predictor_of(fitted: FrameworkModel) -> Callable[[], Predict]:
+    """What :meth:`FrameworkModel._predictor` returns for a model with modules of PyTorch.
+
+    Args:
+        fitted: the model.
+    """
+    model = copy.deepcopy(fitted.getOrDefault("model")).cpu()
+    columns = list(fitted.getOrDefault("feature_columns"))
+    shapes = shapes_of(fitted.getOrDefault("input_shapes"), columns)
+    whole = frozenset(fitted.getOrDefault("categorical_cols") or ())
+    return _Predictor(cloudpickle.dumps(model), columns, shapes, whole)
 
 
 class _Predictor:
@@ -64,7 +73,7 @@ class _Predictor:
 
         def predict(arrays: list[Any]) -> list[Any]:
             inputs = [
-                _input(array, shape, name in self._whole)
+                input_of(array, shape, name in self._whole)
                 for array, shape, name in zip(arrays, self._shapes, self._columns, strict=True)
             ]
             with torch.no_grad():
@@ -123,7 +132,7 @@ class TorchEstimator(FrameworkEstimator):
                     f"fit(): a group of metrics has {len(group)} functions; expected one, or one for each of "
                     f"the {len(labels)} label columns"
                 )
-        _shapes(values["input_shapes"], self._list("feature_cols"))
+        shapes_of(values["input_shapes"], self._list("feature_cols"))
         return bytes(cloudpickle.dumps((model, optimizer, values)))
 
     def _model_and_optimizer(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -201,8 +210,8 @@ class _TorchTrainer(Trainer):
         self._seed(0)
         self._model, self._optimizer, self._values = cloudpickle.loads(run.job.payload)
         self._features, self._labels = list(params["feature_cols"]), list(params["label_cols"])
-        self._input_shapes = _shapes(self._values["input_shapes"], self._features)
-        self._label_shapes = _shapes(params["label_shapes"], self._labels)
+        self._input_shapes = shapes_of(self._values["input_shapes"], self._features)
+        self._label_shapes = shapes_of(params["label_shapes"], self._labels)
         self._whole = frozenset(params["categorical_cols"] or ())
         self._groups = _groups(self._values["metrics"])
         self._device = torch.device("cpu")
@@ -256,7 +265,7 @@ class _TorchTrainer(Trainer):
         if constructors is None:
             return per_column(self._values["loss"], self._labels)
         known = {"model": self._model, "label_columns": self._labels, "feature_columns": self._features}
-        return [_called(make, known) for make in per_column(constructors, self._labels)]
+        return [called(make, known) for make in per_column(constructors, self._labels)]
 
     def _epoch(self, batches: Iterator[Any], *, is_training: bool) -> dict[str, Any]:
         """Go through batches; return the averages of losses and metrics over the rows of all ranks."""
@@ -335,15 +344,15 @@ class _TorchTrainer(Trainer):
                 f"{missing[0]!r} is missing"
             )
         inputs = [
-            _input(arrays[name], shape, name in self._whole).to(self._device)
+            input_of(arrays[name], shape, name in self._whole).to(self._device)
             for name, shape in zip(self._features, self._input_shapes, strict=True)
         ]
         labels = []
         for name, shape, loss in zip(self._labels, self._label_shapes, self._losses, strict=True):
-            label = _tensor(arrays[name], isinstance(loss, _OF_CLASSES)).to(self._device)
+            label = tensor_of(arrays[name], isinstance(loss, _OF_CLASSES)).to(self._device)
             labels.append(label if shape is None else label.reshape(len(label), *shape))
         column = self._run.params["sample_weight_col"]
-        weights = None if column is None else _tensor(arrays[column], False).to(self._device)
+        weights = None if column is None else tensor_of(arrays[column], False).to(self._device)
         return inputs, labels, weights
 
     def _outputs(self, inputs: list[Any]) -> Any:
@@ -423,7 +432,7 @@ def _weighted(loss: Any, output: Any, label: Any, weights: Any) -> Any:
     return (rows * weights.reshape(-1)).mean()
 
 
-def _called(function: Callable[..., Any], known: dict[str, Any]) -> Any:
+def called(function: Callable[..., Any], known: dict[str, Any]) -> Any:
     """Call a function with those of the arguments that it takes."""
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -436,7 +445,7 @@ def _groups(metrics: Any) -> list[list[Any]]:
     return [list(group) if isinstance(group, (list, tuple)) else [group] for group in metrics or ()]
 
 
-def _shapes(shapes: Any, columns: Sequence[str]) -> list[Any]:
+def shapes_of(shapes: Any, columns: Sequence[str]) -> list[Any]:
     """A shape for each column, or None."""
     if shapes is None:
         return [None] * len(columns)
@@ -445,12 +454,13 @@ def _shapes(shapes: Any, columns: Sequence[str]) -> list[Any]:
     return per_column(list(shapes), columns)
 
 
-def _input(array: Any, shape: Any, is_whole: bool) -> torch.Tensor:
-    tensor = _tensor(array, is_whole)
+def input_of(array: Any, shape: Any, is_whole: bool) -> torch.Tensor:
+    """A tensor as of :func:`tensor_of`, in a shape unless that is None."""
+    tensor = tensor_of(array, is_whole)
     return tensor if shape is None else tensor.reshape(tuple(shape))
 
 
-def _tensor(array: Any, is_whole: bool) -> torch.Tensor:
+def tensor_of(array: Any, is_whole: bool) -> torch.Tensor:
     """A tensor of float32, or of int64 if integers are to stay integers."""
     array = np.asarray(array)
     stays = is_whole and array.dtype.kind in "iu"

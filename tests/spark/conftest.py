@@ -15,7 +15,7 @@ from polyhvd.installed import is_installed
 
 collect_ignore_glob = [] if is_installed("pyspark") else ["test_*.py"]
 collect_ignore_glob += [
-    f"test_spark_estimators_{name}.py" for name in ("torch", "keras") if not is_installed(name)
+    f"test_spark_estimators_{name}.py" for name in ("torch", "lightning", "keras") if not is_installed(name)
 ]
 collect_ignore_glob += [] if is_installed("tensorflow") else ["test_spark_tensorflow.py"]
 

@@ -136,6 +136,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
             )
         if found is None or found.epochs < self.getOrDefault("epochs"):
             job = Job(
+                imported=self._imported(),
                 trainer=self._trainer,
                 payload=payload,
                 train=train,
@@ -157,6 +158,10 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
     @abc.abstractmethod
     def _trainer(self) -> type[Trainer]:
         """The framework's part on the ranks."""
+
+    def _imported(self) -> Any:
+        """A module that ranks import before those of the adapter, which reads from it what they use."""
+        return None
 
     @abc.abstractmethod
     def _payload(self) -> bytes:

@@ -15,8 +15,9 @@ from pyspark.ml.param import Param, Params, TypeConverters
 __all__ = ["ESTIMATORS", "MODELS", "Parameter", "describe", "has_params", "without_effect"]
 
 #: Estimators by the names of their frameworks.
-_ALL = ("torch", "keras")
-_TITLES = {"torch": "PyTorch", "keras": "Keras"}
+_ALL = ("torch", "lightning", "keras")
+_TITLES = {"torch": "PyTorch", "lightning": "Lightning", "keras": "Keras"}
+_OF_MODULE = {"lightning": "a LightningModule has its own"}
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -61,16 +62,26 @@ ESTIMATORS = (
     Parameter("model", "the model to train, which stays as it is"),
     Parameter("backend", "runs the ranks: a `SparkBackend` or `LocalBackend`, in place of `num_proc`"),
     Parameter("store", "a `Store` for the rows of `fit`, and for checkpoints"),
-    Parameter("optimizer", "the optimizer; its learning rate is multiplied by the number of ranks"),
-    Parameter("loss", "the loss, or a list with one for each label column"),
+    Parameter(
+        "optimizer",
+        "the optimizer; its learning rate is multiplied by the number of ranks",
+        ignored=_OF_MODULE,
+    ),
+    Parameter("loss", "the loss, or a list with one for each label column", ignored=_OF_MODULE),
     Parameter(
         "loss_weights",
         "factors of the losses; without it, PyTorch's are averaged, and Keras's added",
         None,
         _FLOATS,
+        ignored=_OF_MODULE,
     ),
     Parameter("sample_weight_col", "column of the weights of rows", None, _TEXT),
-    Parameter("metrics", "metrics, computed over all ranks' rows for the history", []),
+    Parameter(
+        "metrics",
+        "metrics, computed over all ranks' rows for the history",
+        [],
+        ignored={"lightning": "the history has what the LightningModule logs"},
+    ),
     Parameter("gradient_compression", "a `Compression` for the gradients"),
     Parameter(
         "compress_sparse_cols", "", False, _BOOL, ignored=_none("sparse vectors are written as dense arrays")
@@ -158,27 +169,97 @@ ESTIMATORS = (
         _BOOL,
         ("InMemoryCacheAll",),
     ),
-    Parameter("use_gpu", "whether ranks use GPUs, if there are any", True, _BOOL),
+    Parameter(
+        "use_gpu",
+        "whether ranks use GPUs, if there are any",
+        True,
+        _BOOL,
+        ignored={"lightning": "polyhvd's strategy trains on the CPU"},
+    ),
     Parameter("mp_start_method", "", None, _TEXT, ignored=_none("no process is started by multiprocessing")),
     Parameter("backward_passes_per_step", "batches whose gradients are added before a step", 1, _INT),
     Parameter("backend_env", "environment variables of the ranks", {}),
     Parameter(
         "input_shapes",
         "a shape for each feature column, with -1 for the rows, as in `[[-1, 1, 28, 28]]`",
-        frameworks=("torch",),
+        frameworks=("torch", "lightning"),
     ),
     Parameter(
-        "loss_constructors", "functions that return the losses, in place of `loss`", frameworks=("torch",)
+        "loss_constructors",
+        "functions that return the losses, in place of `loss`",
+        frameworks=("torch", "lightning"),
+        ignored=_OF_MODULE,
     ),
     Parameter(
         "train_minibatch_fn",
         "a step of training: a function of `(model, optimizer, transform_outputs, loss_fn, inputs, labels, "
         "sample_weights)` that returns outputs and loss",
-        frameworks=("torch",),
+        frameworks=("torch", "lightning"),
+        ignored={"lightning": "its `training_step` is called"},
     ),
     Parameter("custom_objects", "classes and functions of the model, by name", {}, frameworks=("keras",)),
     Parameter(
-        "checkpoint_callback", "a callback for rank 0, beside the store's checkpoints", frameworks=("keras",)
+        "checkpoint_callback",
+        "a callback for rank 0, beside the store's checkpoints; with Lightning a `ModelCheckpoint`, on every "
+        "rank",
+        frameworks=("lightning", "keras"),
+    ),
+    Parameter(
+        "trainer_args",
+        "other arguments of Lightning's `Trainer`, by name",
+        {},
+        frameworks=("lightning",),
+    ),
+    Parameter("logger", "of the `Trainer`", frameworks=("lightning",)),
+    Parameter("log_every_n_steps", "of the `Trainer`", 50, _INT, frameworks=("lightning",)),
+    Parameter("profiler", "of the `Trainer`", frameworks=("lightning",)),
+    Parameter(
+        "terminate_on_nan",
+        "whether a loss that is infinite or not a number is an error",
+        False,
+        _BOOL,
+        frameworks=("lightning",),
+    ),
+    Parameter(
+        "data_module",
+        "a `LightningDataModule` in place of the loaders: a class or function, called with those it takes of "
+        "`train_dir`, `val_dir`, `has_val`, `train_batch_size`, `val_batch_size`, `num_train_epochs`, "
+        "`cur_shard` and `shard_count`",
+        frameworks=("lightning",),
+    ),
+    Parameter(
+        "num_gpus",
+        "",
+        None,
+        _INT,
+        ("NumGPUs",),
+        ("lightning",),
+        {"lightning": "polyhvd's strategy trains on the CPU"},
+    ),
+    Parameter(
+        "loader_num_epochs",
+        "",
+        None,
+        _INT,
+        (),
+        ("lightning",),
+        {"lightning": "loaders read each row once in an epoch"},
+    ),
+    *(
+        Parameter(
+            name,
+            "",
+            None,
+            None,
+            (),
+            ("lightning",),
+            {"lightning": "loaders read ahead in threads by themselves"},
+        )
+        for name in (
+            "debug_data_loader",
+            "train_async_data_loader_queue_size",
+            "val_async_data_loader_queue_size",
+        )
     ),
 )
 
@@ -196,7 +277,7 @@ MODELS = (
     Parameter("categorical_cols", "as of the estimator", None, _TEXTS),
     Parameter("custom_objects", "as of the estimator", {}, frameworks=("keras",)),
     Parameter("optimizer", "the optimizer, with its state", frameworks=("torch",)),
-    Parameter("input_shapes", "as of the estimator", frameworks=("torch",)),
+    Parameter("input_shapes", "as of the estimator", frameworks=("torch", "lightning")),
     Parameter("loss", "as of the estimator", frameworks=("torch",)),
     Parameter("loss_constructors", "as of the estimator", frameworks=("torch",)),
 )

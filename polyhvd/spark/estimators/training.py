@@ -7,6 +7,7 @@ import json
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ class Job:
     """The driver's message to all ranks.
 
     Args:
+        imported: a module that ranks import before those of polyhvd's adapter; None: there is none.
         trainer: class of the framework's part.
         payload: model, optimizer, losses and what else the framework needs, pickled.
         train: files with rows for training.
@@ -40,6 +42,7 @@ class Job:
         resumes: whether there is a checkpoint of this run.
     """
 
+    imported: Any  # the first attribute, since attributes are unpickled in their order
     trainer: type[Trainer]
     payload: bytes
     train: Rows
@@ -220,6 +223,22 @@ class Run:
         if polyhvd.rank() == 0:
             self.checkpoint.state = state()
             self._write()
+
+    def keep_files(self, folder: Path) -> None:
+        """Copy what loggers and callbacks have written to the run's logs in the store, on rank 0.
+
+        Args:
+            folder: with the files.
+
+        Raises:
+            DataError: the store cannot be written.
+        """
+        store, run_id = self.job.store, self.job.run_id
+        if polyhvd.rank() != 0 or not store.saving_runs():
+            return
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            name = posixpath.join(store.get_logs_path(run_id), path.relative_to(folder).as_posix())
+            store.write(name, path.read_bytes())
 
     def _write(self) -> None:
         store, run_id, checkpoint = self.job.store, self.job.run_id, self.checkpoint

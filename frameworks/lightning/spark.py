@@ -1,0 +1,367 @@
+"""Spark ML estimator for modules of Lightning; users import it as ``polyhvd.spark.lightning``."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from polyhvd.lightning.base import pl
+from polyhvd.lightning.strategy import PolyhvdStrategy
+from polyhvd.torch.base import Compression
+from polyhvd.torch.spark import called, input_of, predictor_of, shapes_of, tensor_of
+
+import polyhvd
+from polyhvd.spark.estimators.checkpoint import Checkpoint
+from polyhvd.spark.estimators.estimator import FrameworkEstimator
+from polyhvd.spark.estimators.model import FrameworkModel, Predict
+from polyhvd.spark.estimators.params import ESTIMATORS, MODELS, has_params
+from polyhvd.spark.estimators.training import Run, Trainer
+
+__all__ = ["LightningEstimator", "LightningModel"]
+
+#: What stands for the run's checkpoint in ``Trainer.fit(ckpt_path=...)``.
+_RESUMED = "polyhvd-spark-checkpoint"
+#: Arguments of the Trainer that the estimator sets, with the parameter that has them.
+_SET = {
+    "strategy": "gradient_compression",
+    "accelerator": "num_proc",
+    "devices": "num_proc",
+    "num_nodes": "num_proc",
+    "max_epochs": "epochs",
+    "min_epochs": "epochs",
+    "max_steps": "train_steps_per_epoch",
+    "limit_train_batches": "train_steps_per_epoch",
+    "limit_val_batches": "validation_steps_per_epoch",
+    "accumulate_grad_batches": "backward_passes_per_step",
+    "callbacks": "callbacks",
+    "logger": "logger",
+    "log_every_n_steps": "log_every_n_steps",
+    "profiler": "profiler",
+}
+
+
+@has_params(MODELS, "lightning")
+class LightningModel(FrameworkModel):
+    """A trained module of Lightning, which adds the results of its ``forward`` to a DataFrame.
+
+    ``transform(df)`` returns the DataFrame with a column for each label column: of the label's type if the
+    output has one number for each row, else vectors of Spark ML. Tasks predict on their processors.
+
+    Args:
+        values: of the parameters, by name; see docs/spark.md.
+
+    Example::
+
+        model = LightningModel.load("hdfs://host/model")
+        model.transform(df).select("label__output")
+    """
+
+    _framework = "lightning"
+
+    def _predictor(self) -> Callable[[], Predict]:
+        return predictor_of(self)
+
+
+@has_params(ESTIMATORS, "lightning")
+class LightningEstimator(FrameworkEstimator):
+    """Fits a LightningModule to a DataFrame, with a Trainer on ranks that tasks of Spark start.
+
+    Rows are written to the store, and read by the ranks. A batch is a dict of tensors by column, for
+    ``training_step`` and ``validation_step``. Feature columns are float32; labels that are integers are
+    int64, and others float32. ``transform`` calls ``forward`` with the feature columns in their order. The
+    learning rate is that of ``configure_optimizers``, which may multiply it by ``hvd.size()``.
+
+    Args:
+        values: of the parameters, by name; see docs/spark.md.
+
+    Raises:
+        TypeError: there is no such parameter, or a value has a wrong type.
+
+    Example::
+
+        estimator = LightningEstimator(num_proc=2, store=store, model=module, feature_cols=["x"],
+                                       label_cols=["y"], epochs=5)
+        predictions = estimator.fit(df).transform(df)
+    """
+
+    _framework = "lightning"
+
+    @property
+    def _trainer(self) -> type[Trainer]:
+        return _LightningTrainer
+
+    def _imported(self) -> Any:
+        return pl
+
+    def _payload(self) -> bytes:
+        module = self.getOrDefault("model")
+        if not isinstance(module, pl.LightningModule):
+            advice = (
+                "use polyhvd.spark.torch.TorchEstimator for other modules of PyTorch"
+                if isinstance(module, torch.nn.Module)
+                else f"expected a {pl.__name__}.LightningModule"
+            )
+            raise ValueError(f"fit(): model is a {type(module).__qualname__}; {advice}")
+        arguments = dict(self.getOrDefault("trainer_args") or {})
+        for name in arguments:
+            if name in _SET:
+                raise ValueError(f"fit(): trainer_args has {name!r}, which {_SET[name]} sets; leave it out")
+        if unknown := set(arguments) - set(inspect.signature(pl.Trainer).parameters):
+            raise ValueError(f"fit(): trainer_args has {min(unknown)!r}, which is no argument of a Trainer")
+        shapes_of(self.getOrDefault("input_shapes"), self._list("feature_cols"))
+        shapes_of(self.getOrDefault("label_shapes"), self._list("label_cols"))
+        names: tuple[str, ...] = (
+            *("input_shapes", "gradient_compression", "backward_passes_per_step", "data_module"),
+            *("logger", "log_every_n_steps", "profiler", "terminate_on_nan"),
+        )
+        values = {name: self.getOrDefault(name) for name in names}
+        values["callbacks"] = [*(self.getOrDefault("callbacks") or ())]
+        if (callback := self.getOrDefault("checkpoint_callback")) is not None:
+            values["callbacks"].append(callback)
+        return bytes(cloudpickle.dumps((module, arguments, values)))
+
+    def _identity_of_framework(self) -> dict[str, Any]:
+        module = self.getOrDefault("model")
+        return {"model": {name: list(value.shape) for name, value in module.state_dict().items()}}
+
+    def _model(
+        self, payload: bytes, checkpoint: Checkpoint, labels: dict[str, str], run_id: str
+    ) -> LightningModel:
+        module, _, values = cloudpickle.loads(payload)
+        if checkpoint.state:
+            module.load_state_dict(_loaded(checkpoint.state)["state_dict"])
+        return LightningModel(
+            history=checkpoint.history,
+            model=module.eval(),
+            feature_columns=self._list("feature_cols"),
+            label_columns=list(labels),
+            run_id=run_id,
+            _metadata={"labels": labels},
+            batch_size=self.getOrDefault("val_batch_size") or self.getOrDefault("batch_size"),
+            transformation_fn=self.getOrDefault("transformation_fn"),
+            categorical_cols=self.getOrDefault("categorical_cols"),
+            input_shapes=values["input_shapes"],
+        )
+
+
+class _LightningTrainer(Trainer):
+    """Training on a rank."""
+
+    def train(self, run: Run) -> None:
+        """Train all epochs that are left."""
+        module, arguments, values = cloudpickle.loads(run.job.payload)
+        _seed(run, run.epochs.start)
+        data, validation = _Data(run, values["input_shapes"]), None
+        if run.has_validation:
+            validation = _Data(run, values["input_shapes"], is_training=False)
+        compression = values["gradient_compression"] or Compression.none
+        strategy = _Strategy(compression, data, run.checkpoint.state, ends_on_nan=values["terminate_on_nan"])
+        callbacks = values["callbacks"]
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = pl.Trainer(
+                **{
+                    "accelerator": "cpu",
+                    "strategy": strategy,
+                    "max_epochs": run.epochs.stop,
+                    "accumulate_grad_batches": values["backward_passes_per_step"],
+                    "callbacks": [_Beginning(run), *callbacks],
+                    "logger": values["logger"] or False,
+                    "log_every_n_steps": values["log_every_n_steps"],
+                    "profiler": values["profiler"],
+                    "default_root_dir": folder,
+                    "enable_checkpointing": any(
+                        isinstance(one, pl.callbacks.Checkpoint) for one in callbacks
+                    ),
+                    "enable_model_summary": False,
+                    "enable_progress_bar": False,
+                    "num_sanity_val_steps": 0,
+                    "use_distributed_sampler": False,
+                    **arguments,
+                }
+            )
+            trainer.callbacks.append(_Noting(run, data, validation))  # after those that change the state
+            make, loaders = values["data_module"], {}
+            if make is None:
+                data.trainer = trainer
+                loaders = {"train_dataloaders": data, "val_dataloaders": validation}
+            else:
+                loaders = {"datamodule": _data_module(make, run)}
+            trainer.fit(module, **loaders, ckpt_path=_RESUMED if run.checkpoint.state else None)
+            if polyhvd.rank() == 0:
+                run.keep_files(Path(folder))
+
+
+def _data_module(make: Callable[..., Any], run: Run) -> Any:
+    """The user's data module."""
+    params, validation = run.params, run.job.validation
+    rows = params["batch_size"]
+    known = {
+        "train_dir": run.job.train.source,
+        "val_dir": None if validation is None else validation.source,
+        "has_val": validation is not None,
+        "train_batch_size": rows,
+        "val_batch_size": params["val_batch_size"] or rows,
+        "num_train_epochs": params["epochs"],
+        "cur_shard": polyhvd.rank(),
+        "shard_count": polyhvd.size(),
+    }
+    return called(make, known)
+
+
+class _Strategy(PolyhvdStrategy):
+    """Weights the losses of steps whose rows are not dealt equally, and resumes from the run's checkpoint.
+
+    Args:
+        compression: of the gradients.
+        data: with the batch of the step.
+        state: of the run's checkpoint.
+        ends_on_nan: whether a loss that is not finite is an error.
+    """
+
+    def __init__(self, compression: Any, data: _Data, state: bytes, *, ends_on_nan: bool) -> None:
+        super().__init__(compression=compression)
+        self._data, self._state, self._ends_on_nan = data, state, ends_on_nan
+
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Lightning, of the weighted loss."""
+        if self._ends_on_nan and not torch.isfinite(closure_loss).all():
+            raise ValueError(f"fit(): the loss is {float(closure_loss.sum())}, and terminate_on_nan is set")
+        return super().backward(closure_loss * self._data.weight, optimizer, *args, **kwargs)
+
+    def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> Any:
+        """The run's checkpoint, or what is in another file."""
+        if checkpoint_path == _RESUMED:
+            return _loaded(self._state)
+        return super().load_checkpoint(checkpoint_path, **kwargs)
+
+
+def _loaded(state: bytes) -> Any:
+    """What :meth:`_Noting.state` returned."""
+    # Optimizers and callbacks of users may keep objects of any class.
+    return torch.load(io.BytesIO(state), map_location="cpu", weights_only=False)
+
+
+class _Data:
+    """A data loader of the rows of a run, whose batches are dicts of tensors.
+
+    Args:
+        run: of this rank.
+        shapes: of the feature columns; None: as they are.
+        is_training: whether its rows are those for training.
+    """
+
+    def __init__(self, run: Run, shapes: Any, *, is_training: bool = True) -> None:
+        self._run, params = run, run.params
+        self._is_training = is_training
+        #: The Trainer, whose epoch the rows are those of.
+        self.trainer: Any = None
+        #: Of the loss of the current batch.
+        self.weight = 1.0
+        #: Rows of this rank in the latest epoch.
+        self.rows = 0
+        self._features = dict(
+            zip(params["feature_cols"], shapes_of(shapes, params["feature_cols"]), strict=True)
+        )
+        self._labels = dict(
+            zip(params["label_cols"], shapes_of(params["label_shapes"], params["label_cols"]), strict=True)
+        )
+        self._whole = frozenset(params["categorical_cols"] or ())
+        name = "train_steps_per_epoch" if is_training else "validation_steps_per_epoch"
+        loader = run.train if is_training else run.validation
+        assert loader is not None
+        steps = params[name]
+        if steps is None or not is_training:
+            steps = min(loader.steps_per_epoch, steps or loader.steps_per_epoch)
+        self._steps = steps
+
+    def __len__(self) -> int:
+        """The steps of an epoch."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The batches of an epoch."""
+        run = self._run
+        self.rows = 0
+        batches = (
+            run.train_batches(self.trainer.current_epoch) if self._is_training else run.validation_batches()
+        )
+        for batch in batches:
+            self.weight = batch.weight
+            self.rows += len(batch.indices) if batch.weight else 0
+            yield self._tensors(batch.arrays)
+        self.weight = 1.0
+
+    def _tensors(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        names = [*self._features, *self._labels]
+        if missing := [name for name in names if name not in arrays]:
+            raise ValueError(
+                f"fit(): transformation_fn returned the columns {', '.join(arrays)}; the column "
+                f"{missing[0]!r} is missing"
+            )
+        found = {
+            name: input_of(arrays[name], shape, name in self._whole) for name, shape in self._features.items()
+        }
+        for name, shape in self._labels.items():
+            label = tensor_of(arrays[name], True)
+            found[name] = label if shape is None else label.reshape(len(label), *shape)
+        if (column := self._run.params["sample_weight_col"]) is not None:
+            found[column] = tensor_of(arrays[column], False)
+        return found
+
+
+def _seed(run: Run, epoch: int) -> None:
+    """Seed Lightning for an epoch, so that one that is resumed is the same."""
+    if run.params["random_seed"] is not None:
+        pl.seed_everything(run.params["random_seed"] + epoch, verbose=False)
+
+
+class _Beginning(pl.Callback):  # type: ignore[misc]
+    """Seeds each epoch."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        _seed(self._run, trainer.current_epoch)
+
+
+class _Noting(pl.Callback):  # type: ignore[misc]
+    """Writes a checkpoint after each epoch.
+
+    Args:
+        run: of this rank.
+        data: the rows for training.
+        validation: those for validation; None: there are none.
+    """
+
+    def __init__(self, run: Run, data: _Data, validation: _Data | None) -> None:
+        self._run, self._data, self._validation = run, data, validation
+        self._trainer: Any = None
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._trainer = trainer
+        names = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        averages = self._run.averaged(
+            {name: (value * self._rows(name), self._rows(name)) for name, value in names.items()}
+        )
+        entry = {"epoch": trainer.current_epoch, **averages}
+        if self._run.is_printing:
+            print(entry, flush=True)
+        self._run.finish_epoch([*(self._run.checkpoint.history or ()), entry], [], self.state)
+
+    def _rows(self, name: str) -> int:
+        """Of this rank, over which a metric is a mean."""
+        validation = self._validation
+        return max(1, self._data.rows if validation is None or name[:3] != "val" else validation.rows)
+
+    def state(self) -> bytes:
+        """Of the module, the optimizers and the loops, as Lightning writes it to its files."""
+        data = io.BytesIO()
+        torch.save(self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False), data)
+        return data.getvalue()

@@ -1,0 +1,271 @@
+"""Estimators of Lightning on two executors: what differs from those of PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import lightning
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from spark_common import example_accuracy
+
+import polyhvd.spark
+from polyhvd.data import ParquetLoader, write_parquet
+from polyhvd.spark.lightning import LightningEstimator, TorchEstimator
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+WEIGHTS = np.array([1.0, -2.0, 3.0, 0.5])
+
+
+@pytest.fixture(scope="module")
+def frame(session: Any) -> Any:
+    points = np.random.default_rng(0).normal(size=(400, 4))
+    rows = [
+        (point.tolist(), int(point @ WEIGHTS > 0), float(point @ WEIGHTS), number % 5 == 0)
+        for number, point in enumerate(points)
+    ]
+    return session.createDataFrame(rows, ["array", "side", "height", "held"]).repartition(3).cache()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    return polyhvd.spark.Store.create(str(tmp_path / "store"))
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+    def forward(self, array: Any) -> Any:
+        return self.layers(array)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = torch.nn.functional.cross_entropy(self(batch["array"]), batch["side"])
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_accuracy", (self(batch["array"]).argmax(1) == batch["side"]).float().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.03)
+
+
+class Regression(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = torch.nn.functional.mse_loss(self(batch["x"]), batch["y"][:, None])
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def regression(**values: Any) -> LightningEstimator:
+    torch.manual_seed(4)
+    given = {
+        "backend": polyhvd.spark.LocalBackend(2),
+        "model": Regression(),
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "random_seed": 7,
+        "verbose": 0,
+    }
+    return LightningEstimator(**{**given, **values})
+
+
+def values_of(model: torch.nn.Module) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def test_a_classifier_is_fitted_on_the_executors_saved_and_loaded(
+    frame: Any, store: Any, tmp_path: Path
+) -> None:
+    estimator = TorchEstimator(
+        backend=polyhvd.spark.SparkBackend(num_proc=2),
+        store=store,
+        model=Classifier(),
+        feature_cols=["array"],
+        label_cols=["side"],
+        validation="held",
+        batch_size=16,
+        epochs=4,
+        verbose=0,
+        random_seed=1,
+        callbacks=[lightning.pytorch.callbacks.LearningRateMonitor()],
+        checkpoint_callback=lightning.pytorch.callbacks.ModelCheckpoint(filename="best", monitor="loss"),
+        logger=True,
+    )
+    pipeline = Pipeline(stages=[estimator]).fit(frame)
+    fitted = pipeline.stages[0]
+    history = fitted.getHistory()
+    assert [entry["epoch"] for entry in history] == [0, 1, 2, 3]
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert history[-1]["val_accuracy"] > 0.9
+    rows = pipeline.transform(frame).select("array", "side", "side__output").collect()
+    outputs = np.array([row.side__output.toArray() for row in rows])
+    with torch.no_grad():
+        wanted = fitted.getModel()(torch.tensor([row.array for row in rows])).numpy()
+    np.testing.assert_allclose(outputs, wanted, rtol=1e-5)
+    pipeline.save(str(tmp_path / "model"))
+    loaded = PipelineModel.load(str(tmp_path / "model"))
+    assert loaded.stages[0].getHistory() == history
+    assert loaded.transform(frame).select("array", "side", "side__output").collect() == rows
+    estimator.save(str(tmp_path / "estimator"))
+    again = LightningEstimator.load(str(tmp_path / "estimator"))
+    assert values_of(again.getModel()) == values_of(estimator.getModel())
+    logs = tmp_path / "store" / "runs" / fitted.getRunId() / "logs"
+    assert {path.name for path in logs.rglob("*")} >= {"history.json", "best.ckpt", "metrics.csv"}
+
+
+def reference(folder: str, module: Any, epochs: int) -> dict[str, Any]:
+    """The training of :func:`regression`, by hand."""
+    import polyhvd.lightning as hvd
+    from polyhvd.torch.data import Batches
+
+    hvd.init()
+    loader = ParquetLoader(folder, columns=["x", "y"], batch_size=8, seed=7, transform=columns)
+    lightning.seed_everything(7, verbose=False)
+    weights: list[float] = []
+
+    class Strategy(hvd.PolyhvdStrategy):
+        def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().backward(weights[-1] * closure_loss, *args, **kwargs)
+
+    class Data:
+        def __len__(self) -> int:
+            return int(loader.steps_per_epoch)
+
+        def __iter__(self) -> Any:
+            loader.set_epoch(trainer.current_epoch)
+            for batch in Batches(loader):
+                weights.append(batch.weight)
+                yield batch.arrays
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", strategy=Strategy(), max_epochs=epochs, use_distributed_sampler=False, **quiet
+    )
+    trainer.fit(module, Data())
+    hvd.shutdown()
+    return values_of(module)
+
+
+def columns(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+
+def write_points(store: Any) -> None:
+    points = np.random.default_rng(1).normal(size=(205, 4))
+    for number, part in enumerate(np.split(points, [90])):
+        path = f"{store.get_train_data_path()}/{number}.parquet"
+        write_parquet({"x": part, "y": part @ WEIGHTS}, path, rows_per_group=20)
+
+
+def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store: Any) -> None:
+    write_points(store)
+    estimator = regression(store=store)
+    folder = store.get_train_data_path()
+    wanted = polyhvd.run(reference, (folder, copy.deepcopy(estimator.getModel()), 3), num_proc=2)
+    whole = estimator.copy({estimator.epochs: 3}).fit_on_parquet()
+    assert values_of(whole.getModel()) == wanted[0] == wanted[1]
+    named = estimator.setRunId("named")
+    named.setEpochs(1).fit_on_parquet()
+    resumed = named.setEpochs(3).fit_on_parquet()
+    assert values_of(resumed.getModel()) == wanted[0]
+    assert resumed.getHistory() == whole.getHistory()
+
+
+class Killing(lightning.pytorch.Callback):
+    """Kills rank 1 in the middle of the second epoch, once."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx, polyhvd.rank()) == (1, 2, 1) and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_is_one_error_and_the_next_fit_resumes(store: Any, tmp_path: Path) -> None:
+    write_points(store)
+    given = {"store": store, "epochs": 3, "run_id": "mine", "callbacks": [Killing(tmp_path / "flag")]}
+    with pytest.raises(RuntimeError, match=r"rank 1 .*(SIGKILL|signal 9)"):
+        regression(**given).fit_on_parquet()
+    run = Path(store.get_checkpoint_path("mine")).parent
+    files = sorted(path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file())
+    assert files == ["checkpoint", "logs/history.json"]
+    resumed = regression(**given).fit_on_parquet()
+    whole = regression(**{**given, "run_id": "whole"}).fit_on_parquet()
+    assert values_of(resumed.getModel()) == values_of(whole.getModel())
+    assert resumed.getHistory() == whole.getHistory()
+
+
+class Plain(torch.nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"model": Plain()}, "model is a Plain; use polyhvd.spark.torch.TorchEstimator"),
+        ({"trainer_args": {"max_epochs": 3}}, "trainer_args has 'max_epochs', which epochs sets"),
+        ({"trainer_args": {"epoch": 3}}, "trainer_args has 'epoch', which is no argument of a Trainer"),
+        ({"input_shapes": [[-1, 4], [-1, 4]]}, "there are 2 values for the columns x"),
+    ],
+)
+def test_bad_values_are_an_error_before_rows_are_read(values: dict[str, Any], text: str, store: Any) -> None:
+    with pytest.raises(ValueError, match=text):
+        regression(store=store, **values).fit(None)
+
+
+class Diverging(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * float("nan")
+
+
+class Files(lightning.LightningDataModule):
+    def __init__(self, train_dir: str, train_batch_size: int, cur_shard: int, shard_count: int) -> None:
+        super().__init__()
+        given = {"batch_size": train_batch_size, "seed": 7, "transform": columns}
+        self.loader = ParquetLoader(train_dir, columns=["x", "y"], **given)
+        assert (cur_shard, shard_count) == (polyhvd.rank(), polyhvd.size())
+
+    def train_dataloader(self) -> Any:
+        from polyhvd.torch.data import Batches
+
+        batches = [batch.arrays for batch in Batches(self.loader)]
+        return torch.utils.data.DataLoader(batches, batch_size=None)
+
+
+@pytest.mark.nightly
+def test_a_loss_that_is_not_finite_and_an_own_data_module_are_used(store: Any) -> None:
+    write_points(store)
+    with pytest.raises(ValueError, match="the loss is nan, and terminate_on_nan is set"):
+        regression(store=store, model=Diverging(), terminate_on_nan=True).fit_on_parquet()
+    history = regression(store=store, data_module=Files, epochs=2).fit_on_parquet().getHistory()
+    assert history[1]["loss"] < history[0]["loss"]
+
+
+@pytest.mark.nightly
+def test_the_example_trains_and_predicts() -> None:
+    assert example_accuracy("spark_lightning.py") > 0.9
