@@ -206,6 +206,7 @@ class Killing(lightning.pytorch.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_is_one_error_and_the_next_fit_resumes(store: Any, tmp_path: Path) -> None:
     write_points(store)
     given = {"store": store, "epochs": 3, "run_id": "mine", "callbacks": [Killing(tmp_path / "flag")]}
