@@ -113,7 +113,7 @@ class LightningEstimator(FrameworkEstimator):
             if name in _SET:
                 raise ValueError(f"fit(): trainer_args has {name!r}, which {_SET[name]} sets; leave it out")
         if unknown := set(arguments) - set(inspect.signature(pl.Trainer).parameters):
-            raise ValueError(f"fit(): trainer_args has {min(unknown)!r}, which is no argument of a Trainer")
+            raise ValueError(f"fit(): trainer_args has {min(unknown)!r}, not an argument of a Trainer")
         shapes_of(self.getOrDefault("input_shapes"), self._list("feature_cols"))
         shapes_of(self.getOrDefault("label_shapes"), self._list("label_cols"))
         names: tuple[str, ...] = (
@@ -215,7 +215,7 @@ def _data_module(make: Callable[..., Any], run: Run) -> Any:
 
 
 class _Strategy(PolyhvdStrategy):
-    """Weights the losses of steps whose rows are not dealt equally, and resumes from the run's checkpoint.
+    """Weights the losses of steps whose rows are not split equally, and resumes from the run's checkpoint.
 
     Args:
         compression: of the gradients.
@@ -242,7 +242,7 @@ class _Strategy(PolyhvdStrategy):
 
 
 def _loaded(state: bytes) -> Any:
-    """What :meth:`_Noting.state` returned."""
+    """Return what :meth:`_Noting.state` had written."""
     # Optimizers and callbacks of users may keep objects of any class.
     return torch.load(io.BytesIO(state), map_location="cpu", weights_only=False)
 

@@ -50,7 +50,7 @@ class TorchModel(FrameworkModel):
 
 
 def predictor_of(fitted: FrameworkModel) -> Callable[[], Predict]:
-    """What :meth:`FrameworkModel._predictor` returns for a model with modules of PyTorch.
+    """Return the result of :meth:`FrameworkModel._predictor` for a model with modules of PyTorch.
 
     Args:
         fitted: the model.

@@ -16,6 +16,8 @@ __all__ = ["is_library", "stacks"]
 _FRAMES_MAX = 64  # of a thread, the innermost
 _THREADS_MAX = 64
 _ERROR_CHARACTERS_MAX = 200
+#: Threads that run no code of the program and wait for no other rank.
+_REPORTING = frozenset({"polyhvd-metrics", "polyhvd-ray-metrics", "polyhvd-watch"})
 _OWN = str(Path(__file__).parent)
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -23,12 +25,14 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 def stacks(without: Collection[int] = ()) -> str:
     """Write in one line where the main thread is, and then where every thread is.
 
-    ``without`` are idents of threads that are left out. The first line names the innermost function
-    that belongs to neither Python, an installed package nor polyhvd, and the exception that is being handled:
-    a ``with`` block that an exception has left may wait for threads that wait for other ranks.
+    ``without`` are idents of threads that are left out, as are threads of polyhvd that only report. The
+    first line names the innermost function that belongs to neither Python, an installed package nor
+    polyhvd, and the exception that is being handled: a ``with`` block that an exception has left may wait
+    for threads that wait for other ranks.
     """
     main = threading.main_thread()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    without = {*without, *(ident for ident, name in names.items() if name in _REPORTING)}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident not in without}
     idents = sorted(frames, key=lambda ident: (ident != main.ident, names.get(ident, "")))
     lines = [_place(frames.get(main.ident or 0)) + _handled(main.ident or 0)]

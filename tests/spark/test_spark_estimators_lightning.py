@@ -230,7 +230,7 @@ class Plain(torch.nn.Module):
     [
         ({"model": Plain()}, "model is a Plain; use polyhvd.spark.torch.TorchEstimator"),
         ({"trainer_args": {"max_epochs": 3}}, "trainer_args has 'max_epochs', which epochs sets"),
-        ({"trainer_args": {"epoch": 3}}, "trainer_args has 'epoch', which is no argument of a Trainer"),
+        ({"trainer_args": {"epoch": 3}}, "trainer_args has 'epoch', not an argument of a Trainer"),
         ({"input_shapes": [[-1, 4], [-1, 4]]}, "there are 2 values for the columns x"),
     ],
 )

@@ -426,7 +426,8 @@ std::vector<std::string> OpQueue::in_flight() const {
   {
     std::lock_guard lock(mutex_);
     for (const auto& [key, operation] : in_flight_) {
-      names.push_back(describe(operation->submission));
+      const Submission& submission = operation->submission;
+      if (!is_unhurried(submission.name)) names.push_back(describe(submission));
     }
   }
   std::ranges::sort(names);

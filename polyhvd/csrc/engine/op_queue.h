@@ -97,7 +97,7 @@ class OpQueue {
   WaitMeter& waits() noexcept { return waits_; }
   const WaitMeter& waits() const noexcept { return waits_; }
 
-  // "allreduce 'x'" of each operation in flight, in alphabetical order.
+  // "allreduce 'x'" of each operation in flight that a rank may wait for, in alphabetical order.
   std::vector<std::string> in_flight() const;
   // Operations in flight. Any thread, no lock.
   int pending() const noexcept { return pending_.load(std::memory_order_relaxed); }
