@@ -32,8 +32,9 @@ def stacks(without: Collection[int] = ()) -> str:
     """
     main = threading.main_thread()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    without = {*without, *(ident for ident, name in names.items() if name in _REPORTING)}
-    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident not in without}
+    reporting = [ident for ident, name in names.items() if name in _REPORTING]
+    left_out: set[int | None] = {*without, *reporting}
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident not in left_out}
     idents = sorted(frames, key=lambda ident: (ident != main.ident, names.get(ident, "")))
     lines = [_place(frames.get(main.ident or 0)) + _handled(main.ident or 0)]
     for ident in idents[:_THREADS_MAX]:

@@ -45,6 +45,7 @@ TEST_CASE("order is suspected only of ranks that wait for each other") {
   const std::string text = text_of_order(std::array{c, a, b});
   CHECK(text.find("ranks 0, 2 are at their 1st allreduce of 'c', rank 1 is at its 1st allgather of "
                   "'b'.") != std::string::npos);
+  CHECK(text_of_order(std::array{b, a}) == text_of_order(std::array{a, b}));
 }
 
 }  // namespace

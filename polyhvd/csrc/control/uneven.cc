@@ -81,8 +81,10 @@ std::string text_of_order(std::span<const Stalled> stalled) {
       const Stalled& a = stalled[i];
       const Stalled& b = stalled[k];
       if (!waits_for_another(a, b) || !waits_for_another(b, a)) continue;
+      const bool in_order = a.ready_ranks <= b.ready_ranks;
       return concat(
-          {"\n  they wait for each other: ", place_of(a), ", ", place_of(b),
+          {"\n  they wait for each other: ", place_of(in_order ? a : b), ", ",
+           place_of(in_order ? b : a),
            ".\n    Either the ranks make these calls in different order: make them in the same "
            "order "
            "on every rank. With PyTorch's optimizer backward() ends when the gradients are "
