@@ -79,7 +79,7 @@ def test_later_tuning_takes_no_notice_back() -> None:
 @everywhere
 def test_only_rank_0_notifies() -> None:
     if hvd.rank() > 0:
-        with pytest.raises(hvd.InvalidArgumentError, match=r"notify\(\): rank 0 alone does"):
+        with pytest.raises(hvd.InvalidArgumentError, match=r"notify\(\): only rank 0 may call it"):
             current.world().engine.notify(1)
     hvd.barrier()
 
