@@ -271,3 +271,36 @@ def test_rank_that_validates_without_the_others_is_no_stall(
     warnings = [line for line in ended.stderr.splitlines() if "not all others have begun" in line]
     assert len(warnings) == 2  # of each loader
     assert all("ParquetLoader(job.py:12): rank 0 of 3 has been loading for " in line for line in warnings)
+
+
+LEAVING = """
+import time
+
+import numpy as np
+import polyhvd.numpy as hvd
+from polyhvd.data import ArrayLoader
+
+hvd.init()
+if hvd.rank() == 1:
+    list(ArrayLoader({"x": np.arange(12)}, batch_size=2))  # the other rank never compares it
+    time.sleep(1)
+print("ended")
+"""
+
+
+def test_rank_that_leaves_without_a_loader_of_another_is_no_failure(
+    fork_servers: ForkServers, tmp_path: Path
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(LEAVING)
+    python = fork_servers.python(2, IMPORTS["numpy"])
+    ended = subprocess.run(
+        [sys.executable, "-m", "polyhvd.launch", "-np", "2", *python, str(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("ended") == 2
+    assert ended.stderr == ""

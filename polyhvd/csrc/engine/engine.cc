@@ -468,8 +468,8 @@ void Engine::fail(const Error& error) noexcept {
     parts_.liveness->spread_abort(error);
     controller_->post_abort(error);
   }
-  // A rank that leaves in good order is not a failure if nothing was pending here.
-  const bool is_failure = error.code != ErrorCode::kPeerDeparted || queue_.pending() > 0;
+  // A rank that leaves in good order is not a failure if this one waited for nothing.
+  const bool is_failure = error.code != ErrorCode::kPeerDeparted || !queue_.in_flight().empty();
   std::string states = is_failure ? flight_.look(error.message) : std::string();
   executor_.begin();
   // A rank that leaves has begun the same work on its own GPU: to abort that would give this rank
