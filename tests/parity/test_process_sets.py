@@ -6,6 +6,7 @@ are in order of rank; whoever calls it from outside, or in a set that is not reg
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,7 @@ def call_from_outside(name: str) -> None:
             error = _error_of(driver, lambda x, c=call: c(x, chosen))
             assert isinstance(error, driver.argument_errors()), f"{what}: {error!r}"
             assert "rank 1 is not in" in str(error), f"{what}: {error!r}"
+            assert re.search(r"has ranks \[?0, 2", str(error)), f"{what}: {error!r}"
     hvd.barrier()
     hvd.remove_process_set(chosen)
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "control/disagreement.h"
 #include "control/error.h"
 #include "control/unhurried.h"
 #include "control/wire.h"
@@ -61,7 +62,8 @@ void OpQueue::check_membership(const Submission& s) const {
   }
   if (!sets_.position(s.process_set, rank_)) {
     invalid(s, "rank " + std::to_string(rank_) + " is not in process set " +
-                   std::to_string(s.process_set) + "; call it on its members only");
+                   std::to_string(s.process_set) + ", which has " +
+                   text_of_ranks(sets_.members(s.process_set)) + "; call it on its members only");
   }
 }
 
@@ -98,8 +100,8 @@ void OpQueue::check(const Submission& s) const {
   if (s.kind == OpKind::kAlltoall) check_splits(s);
   if (s.kind == OpKind::kBroadcast && !sets_.position(s.process_set, s.root)) {
     invalid(s, "root rank " + std::to_string(s.root) + " is not in process set " +
-                   std::to_string(s.process_set) + " of " +
-                   std::to_string(sets_.members(s.process_set).size()) + " ranks");
+                   std::to_string(s.process_set) + ", which has " +
+                   text_of_ranks(sets_.members(s.process_set)));
   }
 }
 
