@@ -26,6 +26,19 @@ TEST_CASE("operations that come once begin no step") {
   CHECK(clock.step() == 1);
 }
 
+TEST_CASE("steps are found soon after operations that come once") {
+  for (std::size_t operations = 1; operations < 40; ++operations) {
+    for (std::size_t once = 0; once <= 3 * operations; ++once) {
+      StepClock clock;
+      for (std::size_t key = 1; key <= once; ++key) clock.note(1000 + key, 0);
+      for (int step = 0; step < 8; ++step) {
+        for (std::size_t key = 1; key <= operations; ++key) clock.note(key, step);
+      }
+      CHECK(clock.steps() >= 3);
+    }
+  }
+}
+
 TEST_CASE("a pause does not change the median of the last steps") {
   StepClock clock;
   Ticks now = 0;

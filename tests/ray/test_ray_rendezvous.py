@@ -38,7 +38,7 @@ def train(actors: list[Any], **options: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def actors() -> list[Any]:
     """Three actors, of which the second is on another node than the others."""
-    first, second = (node["NodeID"] for node in ray.nodes())
+    first, second = (node["NodeID"] for node in ray.nodes() if node["Alive"])
     strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in (first, second, first)]
     return [Trainer.options(num_cpus=1, scheduling_strategy=strategy).remote() for strategy in strategies]
 

@@ -17,23 +17,28 @@ class StepClock {
  public:
   // Driver: an operation has run. `key` is the same for an operation in each step.
   void note(std::size_t key, Ticks now) noexcept {
-    if (!has_anchor_ || since_anchor_ >= patience_) {
-      // An operation that has not come for so long comes once, or steps are longer than thought.
-      if (has_anchor_) patience_ *= 2;
-      has_anchor_ = true;
-      anchor_ = key;
+    if (has_anchor_ && key == anchor_) {
       since_anchor_ = 0;
-      has_begun_ = false;
+      const std::uint64_t steps = steps_.load(std::memory_order_relaxed);
+      if (has_begun_) last_[steps % kLast].store(now - ended_, std::memory_order_relaxed);
+      ended_ = now;
+      if (has_begun_) steps_.store(steps + 1, std::memory_order_release);
+      has_begun_ = true;
       return;
     }
-    ++since_anchor_;
-    if (key != anchor_) return;
+    if (has_anchor_ && since_anchor_ < (has_begun_ ? patience_ : search_)) {
+      ++since_anchor_;
+      return;
+    }
+    // An operation that has not come for so long comes once, or steps are longer than thought. The
+    // search doubles as in R. P. Brent, "An improved Monte Carlo factorization algorithm" (1980):
+    // the operation that begins a step is found within three steps.
+    if (has_begun_) patience_ *= 2;
+    search_ = has_begun_ || !has_anchor_ ? 1 : 2 * search_;
+    has_anchor_ = true;
+    anchor_ = key;
     since_anchor_ = 0;
-    const std::uint64_t steps = steps_.load(std::memory_order_relaxed);
-    if (has_begun_) last_[steps % kLast].store(now - ended_, std::memory_order_relaxed);
-    ended_ = now;
-    if (has_begun_) steps_.store(steps + 1, std::memory_order_release);
-    has_begun_ = true;
+    has_begun_ = false;
   }
 
   std::uint64_t steps() const noexcept { return steps_.load(std::memory_order_acquire); }
@@ -56,7 +61,8 @@ class StepClock {
   bool has_begun_ = false;   // the first step; the one before may have been shorter
   std::size_t anchor_ = 0;   // key of the operation that begins a step
   std::size_t since_anchor_ = 0;
-  std::size_t patience_ = 64;  // operations until another is chosen
+  std::size_t search_ = 1;     // operations until another is chosen, before the first step
+  std::size_t patience_ = 64;  // the same, after it
   Ticks ended_ = 0;            // the last step
   std::atomic<std::uint64_t> steps_{0};
   std::array<std::atomic<Ticks>, kLast> last_{};
