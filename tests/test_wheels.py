@@ -59,7 +59,7 @@ def test_the_suffix_for_this_python_is_the_one_it_imports(wheels: ModuleType, tm
     platform = wheels.PLATFORMS[0]
     settings = wheels.Wheel(version, platform, tmp_path).settings("c++")
     if sysconfig.get_platform() != f"linux-{platform.machine}":
-        pytest.skip(f"this machine is no {platform.machine}")
+        pytest.skip(f"the wheel runs on {platform.machine} only")
     for name in ("EXT_SUFFIX", "SOABI", "VERSION"):
         assert settings[name] == sysconfig.get_config_var(name)
 

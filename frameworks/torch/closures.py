@@ -29,7 +29,7 @@ def joint_loss(loss: Any, *, name: str, op: int, process_set: ProcessSet) -> Any
 
     Returns:
         A number for a number, otherwise a tensor of float32, or of float64 where all losses are; None where
-        no rank has a loss. What is not a loss, such as a tensor of several elements, comes back as it is.
+        no rank has a loss. Other values, such as a tensor of several elements, are returned unchanged.
     """
     value, is_wide = _value(loss)
     parts = torch.tensor([value or 0.0, value is not None, is_wide], dtype=torch.float64)

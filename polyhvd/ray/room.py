@@ -120,7 +120,7 @@ class GroupRoom:
 
     def __init__(self, group: Any, needed: Mapping[str, float]) -> None:
         self._group, self._needed = group, needed
-        #: Of this process, with the names of bundles. What is available lacks them only after some time.
+        #: Resources of this process, with the names of bundles. Ray subtracts them only later.
         self._own: dict[str, float] = {
             name: sum(amount for _, amount in parts)
             for name, parts in worker.global_worker.core_worker.resource_ids().items()

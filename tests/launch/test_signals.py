@@ -78,6 +78,22 @@ def test_ranks_with_a_handler_save_once_whether_they_or_only_the_agents_get_sigt
     assert_gone(ranks)
 
 
+def test_a_rank_that_has_handled_many_other_signals_saves_as_well(launcher: Launcher) -> None:
+    """As with a timer: more signals than the pipe to the agent holds, and some heartbeats later SIGTERM."""
+    many = (
+        "import polyhvd.numpy as hvd; hvd.init(); told = []\n"
+        "signal.signal(signal.SIGALRM, lambda *_: None)\n"
+        "for _ in range(70000): signal.raise_signal(signal.SIGALRM)\n"
+        "time.sleep(2)\n"
+    )
+    source = saving(0.5).replace("told = []\n", many)
+    assert many in source
+    launcher.start("-np", "1", "--term-grace-s", "600", "--heartbeat-timeout-s", "3", source=source)
+    (rank,) = pids(launcher.wait_for("pid ", 1))
+    send([pid for pid in everyone(launcher) if pid != rank], signal.SIGTERM)
+    assert "[0] saved 0 1" in launcher.finish(30.0)[1]
+
+
 def test_checkpoint_is_saved_although_another_rank_dies_of_the_signal(launcher: Launcher) -> None:
     source = saving(0.5).replace("signal.signal(", "if rank: signal.signal(")
     launcher.start("-np", "2", source=source)

@@ -171,6 +171,7 @@ class Agent:
         self._pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, kind
         self._reports: dict[int, int] = {}  # rank -> descriptor
         self._handled: dict[int, int] = {}  # rank -> descriptor: numbers of signals, after a zero
+        self._handled_before: dict[int, set[int]] = {}  # rank -> numbers that were read from there
         self._oom_kills = oom_kills()  # before the first rank
         self._started = False
         self._paused = False  # the launcher does not keep up; the ranks wait
@@ -307,6 +308,7 @@ class Agent:
     def _exchange_heartbeats(self, now: float) -> None:
         if self._heartbeat.is_due(now) and not self._outbox:  # what waits there is as good
             self._send(BEAT, -1, b"")
+            self._read_handled()  # or a program with a timer would fill the pipe
         if self._suspended:
             self._heartbeat.received(now)
         if self._heartbeat.is_silent(now) and not self._given_up:
@@ -428,6 +430,7 @@ class Agent:
                 os.close(pipe)
                 os.close(signals)
             self._reports[rank], self._handled[rank] = report, handled
+            self._handled_before[rank] = set()
             for kind, pipe in ((STDOUT, process.stdout), (STDERR, process.stderr)):
                 self._watch_pipe(os.dup(pipe.fileno()), rank, kind)
                 pipe.close()
@@ -524,6 +527,7 @@ class Agent:
                 self._send(REPORT, rank, data)
         os.close(report)
         os.close(self._handled.pop(rank))
+        del self._handled_before[rank]
 
     def _kill(self, rank: int) -> None:
         for pid in [pid for pid, own in self._ranks.items() if own == rank]:
@@ -538,8 +542,11 @@ class Agent:
         """
         if number == signal.SIGKILL:
             return kill_descendants(wait_s=0.0)
+        full = self._read_handled() if where_missed else []
         for pid, rank in self._ranks.items():
-            if where_missed and (number in USER_SIGNALS or self._may_have_received(pid, rank, number)):
+            if where_missed and (
+                number in USER_SIGNALS or rank in full or self._may_have_received(pid, rank, number)
+            ):
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if number in USER_SIGNALS:
@@ -552,10 +559,18 @@ class Agent:
     def _may_have_received(self, pid: int, rank: int, number: int) -> bool:
         if not _has_handler(pid, number):
             return False
-        with contextlib.suppress(BlockingIOError):
-            handled = os.read(self._handled[rank], _READ_BYTES)
-            return number in handled or handled[:1] != b"\0" or len(handled) == _READ_BYTES
-        return True
+        before = self._handled_before[rank]
+        return number in before or 0 not in before
+
+    def _read_handled(self) -> list[int]:
+        """Read the numbers of signals that ranks have handled; return the ranks whose pipes were full."""
+        full = []
+        for rank, descriptor in self._handled.items():
+            with contextlib.suppress(BlockingIOError):
+                numbers = os.read(descriptor, _READ_BYTES)
+                self._handled_before[rank].update(numbers)
+                full += [rank] if len(numbers) == _READ_BYTES else []
+        return full
 
 
 def _has_handler(pid: int, number: int) -> bool:
