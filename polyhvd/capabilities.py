@@ -27,7 +27,7 @@ def mpi_built(verbose: bool = False) -> bool:
     """Return whether MPI's library is on this machine.
 
     Args:
-        verbose: accepted for Horovod's sake; has no effect.
+        verbose: accepted for compatibility with Horovod; has no effect.
 
     Raises:
         ConfigError: an environment variable cannot be used.
@@ -72,7 +72,7 @@ def gloo_built(verbose: bool = False) -> bool:
     is not used.
 
     Args:
-        verbose: accepted for Horovod's sake; has no effect.
+        verbose: accepted for compatibility with Horovod; has no effect.
 
     Example::
 
@@ -122,7 +122,7 @@ def nccl_built(verbose: bool = False) -> int:
     Opens the library, as the first operation on a GPU would.
 
     Args:
-        verbose: accepted for Horovod's sake; has no effect.
+        verbose: accepted for compatibility with Horovod; has no effect.
 
     Raises:
         ConfigError: an environment variable cannot be used.
@@ -141,7 +141,7 @@ def ddl_built(verbose: bool = False) -> bool:
     """Return whether IBM's DDL can serve: no.
 
     Args:
-        verbose: accepted for Horovod's sake; has no effect.
+        verbose: accepted for compatibility with Horovod; has no effect.
 
     Example::
 
@@ -154,7 +154,7 @@ def ccl_built(verbose: bool = False) -> bool:
     """Return whether Intel's oneCCL can serve: no.
 
     Args:
-        verbose: accepted for Horovod's sake; has no effect.
+        verbose: accepted for compatibility with Horovod; has no effect.
 
     Example::
 
@@ -167,7 +167,7 @@ def cuda_built(verbose: bool = False) -> bool:
     """Return whether tensors on NVIDIA's GPUs are served: where CUDA's driver is on this machine.
 
     Args:
-        verbose: accepted for Horovod's sake; has no effect.
+        verbose: accepted for compatibility with Horovod; has no effect.
 
     Example::
 
@@ -180,7 +180,7 @@ def rocm_built(verbose: bool = False) -> bool:
     """Return whether tensors on AMD's GPUs are served: no; move them with ``.cpu()``.
 
     Args:
-        verbose: accepted for Horovod's sake; has no effect.
+        verbose: accepted for compatibility with Horovod; has no effect.
 
     Example::
 

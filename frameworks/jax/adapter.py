@@ -45,7 +45,7 @@ def _on_host(tensor: jax.Array, label: str) -> np.ndarray[Any, Any]:
     check(tensor)
     if isinstance(tensor, jax.core.Tracer):
         raise UnsupportedError(
-            f"{label!r}: asynchronous calls work on arrays that are there, and a function that is "
+            f"{label!r}: asynchronous calls need arrays with values, and a function that is "
             "compiled or differentiated has none yet; call the plain form there"
         )
     return np.ascontiguousarray(tensor) if tensor.ndim else np.asarray(tensor)
@@ -127,7 +127,7 @@ class JaxAdapter:
 
     def assign(self, target: jax.Array, value: jax.Array) -> None:
         """Raises UnsupportedError: JAX's arrays cannot be overwritten."""
-        raise UnsupportedError("JAX's arrays cannot be overwritten; use what is returned")
+        raise UnsupportedError("JAX's arrays cannot be overwritten; use the returned array")
 
     def named_parameters(self, owner: object) -> Iterable[tuple[str, jax.Array]]:
         """Leaves of a tree, by their paths in it."""

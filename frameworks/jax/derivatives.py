@@ -298,7 +298,7 @@ def _exchange(
                 "beforehand; leave splits out, or call it outside of jax.jit"
             )
         if rows % size:
-            raise InvalidArgumentError(f"{label}: {rows} rows: {size} ranks does not divide them")
+            raise InvalidArgumentError(f"{label}: {rows} rows: {size} ranks cannot share them equally")
         return _record(OpKind.ALLTOALL, given, [given[0].shape, (size,)], name, process_set)
 
     def backward(gradients: Arrays, _: list[int]) -> Arrays:

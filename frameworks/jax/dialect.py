@@ -14,8 +14,13 @@ _GRADIENT = (
     "Differentiable for Average and Sum, in reverse, where every rank runs the same backward. " + _COMPILED
 )
 _COPIES = _GRADIENT.replace(" for Average and Sum", "")
-_SAME_ROWS = "There all ranks have the same number of rows, since a result's shape is known beforehand."
-_EQUAL_PARTS = "There the parts are equal, since a result's shape is known beforehand."
+_SAME_ROWS = (
+    "There all ranks have the same number of rows, since the shape of a result is fixed when the function "
+    "is compiled."
+)
+_EQUAL_PARTS = (
+    "There the parts are equal, since the shape of a result is fixed when the function is compiled."
+)
 
 DIALECT = Dialect(
     title="JAX",

@@ -217,9 +217,9 @@ class Collective:
             own = [array.shape[0] for array in arrays]
             if found != [own] * self.size:
                 raise InvalidArgumentError(
-                    f"{self.label}: the ranks have {found} rows; in a compiled function all have the same "
-                    "number, and none has joined: its results' shapes are known beforehand. Pad them, or "
-                    "call it outside of jax.jit"
+                    f"{self.label}: the ranks have {found} rows; in a compiled function all need the same "
+                    "number, and none may have joined, since shapes are fixed when it is compiled. Pad "
+                    "them, or call it outside of jax.jit"
                 )
         results = results[: len(self.results)]
         shapes = [result.shape for result in results]
@@ -281,7 +281,7 @@ def _lower(context: Any, *operands: Any, collective: Collective) -> Any:
 def _batch(_: Any, __: Any, *, collective: Collective) -> Any:
     raise UnsupportedError(
         f"{collective.label}: jax.vmap would make an unknown number of collectives of one; call it on the "
-        "whole array, outside of the function that is mapped"
+        "whole array, outside of the mapped function"
     )
 
 

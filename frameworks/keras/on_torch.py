@@ -167,7 +167,7 @@ def broadcast_variables(
         variables: of Keras, in the same order on every rank.
         root_rank: world rank of the sender.
         process_set: the ranks that take part.
-        inplace: accepted for Horovod's sake; variables are always overwritten.
+        inplace: accepted for compatibility with Horovod; variables are always overwritten.
 
     Raises:
         RankMismatchError: shapes or dtypes differ between ranks.

@@ -107,8 +107,8 @@ def _checked_splits(operation: Operation, rows: int, members: int) -> Sequence[i
     if not splits:
         if rows % members:
             raise InvalidArgumentError(
-                f"{_about(operation)}: a first dimension of {rows} does not divide among {members} ranks; "
-                "pass splits"
+                f"{_about(operation)}: a first dimension of {rows} cannot be divided equally among {members} "
+                "ranks; pass splits"
             )
         return [rows // members] * members
     if len(splits) != members:

@@ -208,7 +208,7 @@ class GluonState(HandlersState):
         if missing:
             raise InvalidArgumentError(
                 f"{missing[0]} and {len(missing) - 1} more parameters have no value yet, which an elastic "
-                "state is to keep; initialize the network, and run it once before: net(mx.nd.zeros(shape))"
+                "state needs; initialize the network, and run it once before: net(mx.nd.zeros(shape))"
             )
         handlers: dict[str, Handler] = {"net": _Parameters(net)}
         if trainer is not None:

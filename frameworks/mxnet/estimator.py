@@ -210,7 +210,6 @@ def _simple(metrics: Sequence[EvalMetric]) -> Iterator[EvalMetric]:
         if average == "micro" or isinstance(metric, PCC) or not all(hasattr(metric, n) for n in _SUMS):
             raise InvalidArgumentError(
                 f"average_metrics: {type(metric).__name__} {metric.name!r} is not a sum over samples "
-                "divided by "
-                "their number; reduce what it keeps with allgather_object, or use average='macro'"
+                "divided by their number; gather its values with allgather_object, or use average='macro'"
             )
         yield metric

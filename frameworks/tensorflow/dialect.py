@@ -18,7 +18,9 @@ _SLICES = (
     "all ranks; scaled integers are added up first, and have each index once. An average of integers has "
     "floating-point numbers. Only Average and Sum are possible."
 )
-_DEVICE = "accepted for Horovod's sake; collectives run on the host, and another device is refused."
+_DEVICE = (
+    "accepted for compatibility with Horovod; collectives run on the host, and another device is refused."
+)
 
 DIALECT = Dialect(
     title="TensorFlow",
@@ -50,7 +52,7 @@ DIALECT = Dialect(
         Parameter(
             "ignore_name_scope",
             "bool",
-            "accepted for Horovod's sake; name scopes are never part of names.",
+            "accepted for compatibility with Horovod; name scopes are never part of names.",
             "False",
             is_passed=False,
         ),

@@ -80,7 +80,7 @@ class TensorFlowKerasState(KerasModelState):
     Args:
         model: built; its weights are kept.
         optimizer: None: the model's own, if it has one.
-        backend: accepted for Horovod's sake.
+        backend: accepted for compatibility with Horovod.
         kwargs: other attributes with their first values, which are pickled.
 
     Raises:

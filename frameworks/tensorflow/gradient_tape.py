@@ -36,8 +36,8 @@ class _Mixin:
 
         Args:
             target, sources, output_gradients, unconnected_gradients: as of the tape.
-            use_generic_names: accepted for Horovod's sake, also in the fourth place, and without effect:
-                there it keeps names of variables out of those on the wire, where they never are here.
+            use_generic_names: accepted for compatibility with Horovod, also in the fourth place, and without
+                effect: there it keeps names of variables out of those on the wire, where they never are here.
         """
         if isinstance(unconnected_gradients, bool):
             unconnected_gradients = tf.UnconnectedGradients.NONE

@@ -20,7 +20,8 @@ _GRADTAPE = (
 )
 _PARTIAL = ("process_set", "process_set local_layers")
 _COMPRESSION = KERAS["compression"].text.replace(
-    "or its class, which may keep state for each gradient", "(no class), which keeps state from tape to tape"
+    "or its class, which may keep state for each gradient",
+    "(an object, not a class), which keeps state between tapes",
 )
 
 WRAPPERS = Wrappers(

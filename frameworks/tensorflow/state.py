@@ -74,7 +74,7 @@ def broadcast_variables(
         variables: as ``model.variables`` and ``optimizer.variables``, in the same order on every rank.
         root_rank: world rank of the sender.
         process_set: the ranks that take part.
-        inplace: accepted for Horovod's sake; variables are always overwritten.
+        inplace: accepted for compatibility with Horovod; variables are always overwritten.
 
     Returns:
         In a graph of tf.compat.v1 the operation to run; else nothing of interest.
@@ -104,7 +104,7 @@ def broadcast_object(
     Args:
         obj: anything that can be pickled; only the root's matters.
         root_rank: world rank of the sender.
-        session: accepted for Horovod's sake; no graph is run.
+        session: accepted for compatibility with Horovod; no graph is run.
         name: matches the calls of the ranks.
         process_set: the ranks that take part.
 
@@ -152,7 +152,7 @@ def allgather_object(
 
     Args:
         obj: anything that can be pickled.
-        session: accepted for Horovod's sake; no graph is run.
+        session: accepted for compatibility with Horovod; no graph is run.
         name: matches the calls of the ranks.
         process_set: the ranks that take part.
 
@@ -194,7 +194,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
     Args:
         root_rank: world rank of the sender.
-        device: accepted for Horovod's sake.
+        device: accepted for compatibility with Horovod.
 
     Raises:
         tf.errors.InvalidArgumentError: ``device`` is not the host.

@@ -36,8 +36,8 @@ DIALECT = Dialect(
         Parameter(
             "device",
             "int",
-            "accepted for Horovod's sake. What stands in for this rank's tensors lies where the others' do; "
-            "on a GPU, on the one that this rank has used.",
+            "accepted for compatibility with Horovod. The zeros in place of this rank's tensors are on the "
+            "kind of device that the others use; for GPUs, on the one that this rank has used.",
             "-1",
             is_passed=False,
         ),

@@ -100,7 +100,7 @@ def _process_set(number: int) -> ProcessSet:
         return global_process_set
     ranks = current.world().process_sets().get(number)
     if ranks is None:
-        raise InvalidArgumentError(f"process set {number} is not registered any more; compile again")
+        raise InvalidArgumentError(f"process set {number} is no longer registered; compile again")
     found = ProcessSet(ranks)
     found.process_set_id = number
     return found

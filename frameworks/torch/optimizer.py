@@ -120,8 +120,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         gradients = self._own_gradients()
         if gradients.in_flight:
             raise InvalidArgumentError(
-                "zero_grad() while gradients are being reduced: a backward did not come to its end; "
-                "call synchronize() before"
+                "zero_grad() while gradients are being reduced: a backward() has not completed; "
+                "call synchronize() first"
             )
         super().zero_grad(*args, **kwargs)
         gradients.forget_passes()

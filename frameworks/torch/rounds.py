@@ -300,7 +300,7 @@ class _Round:
                 errors.append(
                     RankMismatchError(
                         "the parameters of an optimizer have other names on other ranks; make optimizers in "
-                        "the same order on every rank, threads that make some one after the other"
+                        "the same order on every rank, and let threads make theirs one after the other"
                     )
                 )
             most, least = states[part.begin + 2], _ROUNDS_MAX - states[part.begin + 3]

@@ -135,8 +135,8 @@ class Agreement:
         if self._begun_at and not settings.stall_check_disable and waited_s >= settings.stall_warn_s:
             self._begun_at = 0.0
             _LOG.warning(
-                "%s: rank %d of %d has been loading for %.0f s, and not all others have begun: it gets its "
-                "part of the rows only. If other ranks are not to load them, pass placement=lambda: (0, 1)",
+                "%s: rank %d of %d has been loading for %.0f s, and other ranks have not begun: it gets "
+                "only its part of the rows. If other ranks do not load them, pass placement=lambda: (0, 1)",
                 self._label,
                 world.placement.rank,
                 world.placement.size,

@@ -78,10 +78,12 @@ class ArrayLoader(Loader):
         self._names = list(arrays) if isinstance(arrays, Mapping) else None
         self._arrays = [a if hasattr(a, "shape") else np.asarray(a) for a in self._values(arrays)]
         if not self._arrays or any(len(array.shape) == 0 for array in self._arrays):
-            raise ValueError("arrays has to have at least one array, and each of them rows")
+            raise ValueError("arrays needs at least one array, and each array at least one row")
         counts = [int(array.shape[0]) for array in self._arrays]
         if len(set(counts)) > 1:
-            raise ValueError(f"the arrays have {', '.join(map(str, counts))} rows; they need equally many")
+            raise ValueError(
+                f"the arrays have {', '.join(map(str, counts))} rows; they must have the same number"
+            )
         super().__init__(
             Order.of_rows(counts[0], seed=seed, streams=streams, shuffle=shuffle),
             batch_size,

@@ -64,8 +64,8 @@ class Iteration(Generic[T]):
     def __next__(self) -> T:
         if self._failure:
             raise RuntimeError(
-                f"this iteration has ended with an error ({self._failure}), and not with the epoch: begin "
-                "another one, which goes on with the batch that was not loaded"
+                f"this iteration has ended with an error ({self._failure}), before the end of the epoch: "
+                "begin another one, which continues with the batch that was not loaded"
             )
         try:
             return next(self._batches)

@@ -228,7 +228,7 @@ def _require_same_user(connection: socket.socket) -> None:
     """Raise PermissionError if the other end is a process of another user."""
     _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if user != os.geteuid():
-        raise PermissionError(f"the cache in memory of this host belongs to the user {user}, not to this one")
+        raise PermissionError(f"the memory cache of this host belongs to the user {user}, not to this one")
 
 
 def _close(held: list[_Server | socket.socket]) -> None:

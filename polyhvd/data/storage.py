@@ -430,7 +430,7 @@ def _of_fsspec(uri: str, attempts: int, timeout_s: float) -> tuple[Storage, str]
         ) from error
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"source is {_public(uri)!r}, of which fsspec makes no file system: {error}; if it needs "
+            f"source is {_public(uri)!r}, for which fsspec cannot make a file system: {error}; if it needs "
             "options, make the file system and pass filesystem="
         ) from error
     return Storage(filesystem, attempts=attempts, timeout_s=timeout_s), path
@@ -479,7 +479,9 @@ def listed(
     counts = Counter(file.absolute for file, _ in found)
     path, times = counts.most_common(1)[0]
     if times > 1:
-        raise ValueError(f"source has the file {path} {times} times; its rows would be read as often")
+        raise ValueError(
+            f"source contains the file {path} {times} times; its rows would be read that many times"
+        )
     return found
 
 

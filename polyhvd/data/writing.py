@@ -185,7 +185,7 @@ def _table(part: Any, *, as_bytes: bool) -> Any:
     counts = {name: len(array) for name, (_, array) in columns.items()}
     if not columns or len(set(counts.values())) > 1:
         listed = ", ".join(f"{name!r} {count}" for name, count in counts.items())
-        raise ValueError(f"columns need equally many rows, but there are {listed or 'no columns'}")
+        raise ValueError(f"all columns need the same number of rows, but there are {listed or 'no columns'}")
     return pa.table([array for _, array in columns.values()], pa.schema([f for f, _ in columns.values()]))
 
 

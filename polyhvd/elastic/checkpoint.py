@@ -325,4 +325,6 @@ def _check_sizes(stream: BinaryIO) -> None:
 
 
 def _torn(file: Path, error: Exception) -> TornError:
-    return TornError(f"the checkpoint {str(file)!r} cannot be read: {error}; it is torn, or no checkpoint")
+    return TornError(
+        f"the checkpoint {str(file)!r} cannot be read: {error}; it is damaged, or not a checkpoint"
+    )

@@ -49,7 +49,7 @@ class Limits:
         if min(self.spares, self.spares_in_slots, reset_limit) < 0:
             raise ValueError("--spares and --reset-limit must not be negative")
         if not 0 <= self.timeout_s < float("inf"):
-            raise ValueError(f"--elastic-timeout {self.timeout_s:g}: expected seconds, from 0 on")
+            raise ValueError(f"--elastic-timeout {self.timeout_s:g}: expected seconds, 0 or more")
         if self.cooldown_s is not None and not 0 <= self.cooldown_s[0] <= self.cooldown_s[1] < float("inf"):
             low, high = self.cooldown_s
             raise ValueError(f"--blacklist-cooldown-range {low:g} {high:g}: expected 0 <= MIN <= MAX")

@@ -443,7 +443,7 @@ class Membership:
             self.replaced += 1
             limit = max(self.limits.timeout_s, _PROLOGUE_S_MIN)
             reason = (
-                f"process {number} on {member.host} has not come to its elastic function within {limit:g} s "
+                f"process {number} on {member.host} has not reached its elastic function within {limit:g} s "
                 "(--elastic-timeout)"
             )
             self._slots[member.host, member.slot].vacate(reason)
@@ -706,7 +706,7 @@ class Membership:
             self._shortage = found
         if now < self._too_few_since + self.limits.timeout_s:
             return []
-        reason = f"{found}, and no more have come within {self.limits.timeout_s:g} s"
+        reason = f"{found}, and no more have appeared within {self.limits.timeout_s:g} s"
         self._too_few_since = None
         if not any(item.generation for item in self._members.values()):
             return self._end(reason, cause=self._lost_now, resumable=True)

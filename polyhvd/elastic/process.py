@@ -282,7 +282,7 @@ class Process:
         world.engine.behind = self.is_behind
         if self.is_behind:
             _LOG.info(
-                "elastic: this process joins a running job: until it comes to its elastic function, "
+                "elastic: this process joins a running job: until it reaches its elastic function, "
                 "broadcasts leave its own values, and barriers return at once"
             )
         self._publish(world)

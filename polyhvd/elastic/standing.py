@@ -37,7 +37,7 @@ class SlotState(Enum):
     STARTING = "starting"  #: its process has not called init() yet
     READY = "ready"  #: its process waits for its first place in a world
     ARRIVED = "arrived"  #: its process has left the last world, and waits for the next one
-    JOINING = "joining"  #: its process has joined a job that runs, and has not come to its elastic function
+    JOINING = "joining"  #: its process has joined a job that runs, and has not reached its elastic function
     TRAINING = "training"  #: its process is in the world
     DONE = "done"  #: its process has finished the program
     EMPTY = "empty"  #: given up: used again only if fewer than --min-np would be left
@@ -178,7 +178,7 @@ def decide(at: Standing) -> Decision:
         return Decision(Doing.CHANGES, f"changes its world at the next commit, since {_change(at, world)}")
     joining = [number for number in world.members if at.members[number].joins_since is not None]
     if joining:
-        why = "it has not come to its elastic function"
+        why = "it has not reached its elastic function"
         waits = [Wait(named(at, n), why, at.members[n].joins_since) for n in joining]
         return Decision(Doing.WAITS, waits=tuple(waits))
     count = len(world.members)

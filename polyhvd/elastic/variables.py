@@ -202,8 +202,8 @@ class KerasModelState(HandlersState):
     ) -> None:
         if not getattr(model, "built", False) or not model.weights:
             raise InvalidArgumentError(
-                f"the model {getattr(model, 'name', model)!r} has no weights yet, which an elastic state is "
-                "to keep; begin it with an Input, or call model.build(input_shape) before"
+                f"the model {getattr(model, 'name', model)!r} has no weights yet, which an elastic state "
+                "needs; begin it with an Input, or call model.build(input_shape) before"
             )
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)

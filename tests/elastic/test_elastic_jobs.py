@@ -127,7 +127,7 @@ def test_too_few_end_the_job_with_a_status_that_says_resume_me(launcher: Launche
     kills = ("step:1:9", "step:0:9")
     status, ends, said = run(launcher, *SLOTS_REST, "--elastic-timeout", "1", kills=kills)
     assert (status, ends) == (RESUME_STATUS, [])
-    assert "1 process is left, fewer than --min-np 2, and no more have come within 1 s" in said
+    assert "1 process is left, fewer than --min-np 2, and no more have appeared within 1 s" in said
     assert f"status {RESUME_STATUS}: run the job again, to resume from its checkpoint" in said
 
 
@@ -407,7 +407,7 @@ def test_ranks_are_asked_to_leave_where_the_hosts_have_too_few_slots(
     assert status == RESUME_STATUS, err
     assert (out.count("asked to leave"), err.count("ZeroDivisionError")) == (2, 2)
     assert "the hosts have 1 slot, fewer than --min-np 2: the job waits 1 s for more" in err
-    assert "the hosts have 1 slot, fewer than --min-np 2, and no more have come within 1 s" in err
+    assert "the hosts have 1 slot, fewer than --min-np 2, and no more have appeared within 1 s" in err
     last = int(re.findall(r"step (\d+)\n", out)[-1])
     assert [path.name for path in folder.iterdir()] == [f"checkpoint-{last:012d}.npz"]
 

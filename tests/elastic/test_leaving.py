@@ -244,5 +244,5 @@ def test_another_user_is_told_that_the_job_is_not_its_own(launcher: Launcher) ->
     for _ in range(5):  # the refusal may come before or after the words
         refused = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
         assert refused.returncode == 1
-        assert "it is another user's, or has just ended" in refused.stderr, refused.stderr
+        assert "it belongs to another user, or has just ended" in refused.stderr, refused.stderr
     job.finish(3)

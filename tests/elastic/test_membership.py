@@ -217,7 +217,7 @@ def test_too_few_for_too_long_ends_the_job_which_can_be_resumed() -> None:
     assert membership.leaves_by(0) == "all"
     (end,) = ends(membership.ended(0, ExitKind.WELL, 41.0))
     assert end.resumable
-    assert "1 process is left, fewer than --min-np 2, and no more have come within 30 s" in end.reason
+    assert "1 process is left, fewer than --min-np 2, and no more have appeared within 30 s" in end.reason
     assert membership.over
 
 
@@ -238,7 +238,7 @@ def test_members_that_train_are_asked_to_leave_where_slots_are_too_few_for_too_l
     membership.ended(1, ExitKind.WELL, 42.0)
     (end,) = ends(membership.ended(2, ExitKind.WELL, 42.0))
     assert end.resumable
-    assert end.reason.startswith("the hosts have 1 slot, fewer than --min-np 2, and no more have come")
+    assert end.reason.startswith("the hosts have 1 slot, fewer than --min-np 2, and no more have appeared")
 
 
 def test_members_that_do_not_leave_are_ended_after_a_time() -> None:
@@ -963,7 +963,7 @@ def test_new_member_that_does_not_come_to_its_function_in_time_is_given_up() -> 
     assert membership.next_at(61.9) == 62.0
     (lose,) = membership.time_is(62.0)
     assert isinstance(lose, Lose)
-    assert "has not come to its elastic function within 60 s" in lose.reason
+    assert "has not reached its elastic function within 60 s" in lose.reason
     assert formed(fail_together(membership, 2, 62.0)) == [(0, 1)]
     assert not membership.has(2)
 

@@ -320,4 +320,4 @@ def test_new_process_that_never_comes_to_its_function_is_given_up(launcher: Laun
     found, undone, err = ends(launcher)
     assert found == 2 * found[:1]
     assert undone == [0, 0]
-    assert "process 2 on localhost has not come to its elastic function within 10 s" in err
+    assert "process 2 on localhost has not reached its elastic function within 10 s" in err

@@ -157,7 +157,7 @@ def test_newcomer_changes_the_world_and_joins_it() -> None:
         membership.request(number, 2, 13.0, connected=True, progressed=True, commit=(1, 0))
     assert states(membership, 14.0) == ["training", "joining", "training"]
     assert sentence(membership, 17.0) == (
-        "waits: waits for process 3 (rank 2) on a: it has not come to its elastic function for 4 s"
+        "waits: waits for process 3 (rank 2) on a: it has not reached its elastic function for 4 s"
     )
     membership.begins(3)
     assert states(membership, 17.0) == ["training", "training", "training"]
@@ -175,7 +175,7 @@ def test_newcomer_that_is_given_up_leaves_its_slot_empty() -> None:
     membership.time_is(40.0)
     at = membership.standing(40.0)
     assert states(membership, 40.0) == ["training", "empty", "training"]
-    assert "has not come to its elastic function within 20 s" in at.slots["a", 1].why
+    assert "has not reached its elastic function within 20 s" in at.slots["a", 1].why
 
 
 def test_job_that_everybody_leaves_waits_for_each() -> None:

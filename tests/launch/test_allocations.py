@@ -71,7 +71,7 @@ def test_what_is_of_no_batch_system_is_no_allocation() -> None:
         ),
         (
             {**SLURM, "SLURM_TASKS_PER_NODE": "2(x"},
-            "SLURM_TASKS_PER_NODE: '2.x': '2.x' is neither a number from 1",
+            "SLURM_TASKS_PER_NODE: '2.x': '2.x' is neither a number",
         ),
         ({**SLURM, "SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE=2: .* heterogeneous job; name them with -H"),
         ({**SLURM, "SLURM_GPUS_PER_NODE": "a100:"}, "SLURM_GPUS_PER_NODE=a100:: 'a100:' is not a number"),
@@ -145,7 +145,7 @@ def test_jsrun_s_ranks_are_as_many_on_each_compute_node() -> None:
     assert hosts_of_jsrun(launch_node, 12, None) == [Host("c1", 6), Host("c2", 6)]
     assert hosts_of_jsrun(launch_node, None, None) == [Host("c1", 42), Host("c2", 42)]
     assert hosts_of_jsrun(found(LSF), 2, 2) == [Host("a", 2), Host("b", 2)]
-    with pytest.raises(HostsError, match="--jsrun: 13 ranks cannot be as many on each of 2 hosts"):
+    with pytest.raises(HostsError, match="--jsrun: 13 ranks cannot be distributed equally over 2 hosts"):
         hosts_of_jsrun(launch_node, 13, None)
     for other in (None, found(SLURM)):
         with pytest.raises(ValueError, match="--jsrun is for jobs of LSF, on the hosts"):

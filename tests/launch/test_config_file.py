@@ -102,10 +102,10 @@ def test_the_controller_of_the_file_yields_to_the_command_line(tmp_path: Path) -
         ({"params": 3}, "params: expected a mapping, found 3"),
         (
             {"params": {"cycle_time_ms": "soon"}},
-            "params.cycle_time_ms: expected a number from 0 on, found 'soon'",
+            "params.cycle_time_ms: expected a number, 0 or more, found 'soon'",
         ),
-        ({"params": {"cache_capacity": -1}}, "expected a number from 0 on, found -1"),
-        ({"params": {"cache_capacity": True}}, "expected a number from 0 on, found True"),
+        ({"params": {"cache_capacity": -1}}, "expected a number, 0 or more, found -1"),
+        ({"params": {"cache_capacity": True}}, "expected a number, 0 or more, found True"),
         ({"params": {"torus_allreduce": 1}}, "expected true or false, found 1"),
         ({"stall_check": {"enabled": "no"}}, "expected true or false, found 'no'"),
         ({"controller": "smoke"}, "controller: expected mpi or gloo, found 'smoke'"),

@@ -264,7 +264,9 @@ def test_a_host_that_hangs_is_given_up_in_time(launcher: Launcher, ssh: list[str
     options = [*ssh, "--start-timeout", "6", "-H", "127.0.0.2:1,127.0.0.3:1"]
     status, out, err = launcher.run(*options, argv=[hanging(tmp_path), "x.py"])
     assert (status, out) == (1, "")
-    assert len(re.findall(r"  no answer  its agent runs, and has not looked around within 6 s", err)) == 2
+    assert (
+        len(re.findall(r"  no answer  its agent runs, but has not completed its checks within 6 s", err)) == 2
+    )
 
 
 def test_run_raises_the_table(ssh: list[str]) -> None:

@@ -43,7 +43,7 @@ def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
         (["--nproc-per-node", "2", "--slots-per-host", "3"], "and --slots-per-host 3 differ"),
         (["-p", "99999999"], "ssh's port 99999999 (-p): ports are from 1 to 65535"),
         (["-p", "0", "-H", "a"], "ssh's port 0 (-p): ports are from 1 to 65535"),
-        (["-np", "2", "-H", "localhost:0"], "'0' is not a number of slots, which is from 1 on"),
+        (["-np", "2", "-H", "localhost:0"], "'0' is not a number of slots (1 or more)"),
         (
             ["-np", "2", "--output-filename", "/etc/passwd"],
             "--output-filename /etc/passwd: /etc/passwd/rank.0",

@@ -190,7 +190,10 @@ def test_other_secret_ends_a_container_at_once_and_the_first_names_it(
     assert first == 1
     warning, end = first_err.splitlines()  # the warning while it waits
     assert f"calls as {job.hosts[1]}, and has another secret: POLYHVD_SECRET" in warning
-    assert f"{job.hosts[1]} (it has called, and not proved the secret): did not come in time" in end
+    assert (
+        f"{job.hosts[1]} (it has connected, but not proved that it has the secret): did not connect in time"
+        in end
+    )
 
 
 def test_a_first_container_that_never_comes_is_named(containers: Callable[..., Containers]) -> None:
@@ -341,7 +344,7 @@ def test_nodes_that_disagree_on_their_number_are_told(tmp_path: Path) -> None:
     first, second = nodes(*options, source="", tmp_path=tmp_path)
     _, err = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 1
-    assert b"does not take this host: hosts: it has 3, the first host 2" in err
+    assert b"refuses this host: hosts: it has 3, the first host 2" in err
     first.communicate(timeout=DEADLINE_S)
     assert first.returncode == 1
 

@@ -64,7 +64,7 @@ def test_bad_calls_are_refused_at_once(hvd, mx, np):
         ([1, 2, 3], "splits has 3 entries for 2 ranks"),
         ([3, 3], r"splits \[3, 3\] sum to 6, more than the first dimension of 5"),
         ([-1, 3], "entries are from 0"),
-        (None, "first dimension of 5 does not divide among 2 ranks"),
+        (None, "first dimension of 5 cannot be divided equally among 2 ranks"),
         ([1.0, 2.0], "splits=.*whole number"),
         (mx.nd.array([1, 2]), "splits=.*whole number"),
         ([[1, 2]], "splits=.*one dimension"),

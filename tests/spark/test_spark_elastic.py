@@ -141,7 +141,7 @@ def test_too_few_ranks_after_the_loss_of_a_task_end_the_job() -> None:
 
         loop(hvd.elastic.ArrayState(total=np.zeros(2)))
 
-    with pytest.raises(RuntimeError, match="fewer than min_num_proc 2, and no more have come within 0 s"):
+    with pytest.raises(RuntimeError, match="fewer than min_num_proc 2, and no more have appeared within 0 s"):
         polyhvd.spark.run_elastic(kill_worker, num_proc=2, elastic_timeout=0)
 
 

@@ -305,7 +305,7 @@ class _Link:
     def _watch(self) -> None:
         try:
             self.client.wait_for_shutdown()
-            loss, level = "tf.data's service was asked to end, by shutdown()", logging.INFO
+            loss, level = "tf.data's service was requested to end, by shutdown()", logging.INFO
         except ConnectionError as error:
             loss, level = f"{error}; its compute job was killed, or has failed", logging.ERROR
         with self._lock:

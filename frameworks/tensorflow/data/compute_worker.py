@@ -27,7 +27,7 @@ def main(
         dispatchers: how many there are; the number of ranks is a multiple of it.
         dispatcher_side: where they run: ``"compute"`` or ``"training"``.
         configfile: the file that training processes read.
-        timeout: seconds in which everything has to start.
+        timeout: seconds in which all processes have to start.
         keep_running: whether to serve further training jobs when one has ended.
 
     Raises:
@@ -82,12 +82,12 @@ def remove(configfile: str, key: bytes) -> None:
 def parser() -> argparse.ArgumentParser:
     """The options of the program, with Horovod's names."""
     made = argparse.ArgumentParser(description="Runs a rank of a compute job of tf.data's service.")
-    made.add_argument("configfile", help="file to write, from which training processes learn the addresses")
+    made.add_argument("configfile", help="file to write, from which training processes read the addresses")
     made.add_argument("--dispatchers", default=1, type=int, help="one for all ranks, or one for each")
     made.add_argument(
         "--dispatcher-side", default="compute", choices=("compute", "training"), help="where they run"
     )
-    made.add_argument("--timeout", default=60, type=int, help="seconds in which everything has to start")
+    made.add_argument("--timeout", default=60, type=int, help="seconds in which all processes have to start")
     made.add_argument(
         "--keep-running", action="store_true", help="serve further training jobs when one has ended"
     )

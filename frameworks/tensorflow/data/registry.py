@@ -134,8 +134,8 @@ class ComputeService:
 
     def _warn(self) -> None:
         _LOG.warning(
-            "tf.data's service: no training process has come within %g s; it waits on, until one has come "
-            "and ended, or until it is stopped by Ctrl-C",
+            "tf.data's service: no training process has connected within %g s; it goes on waiting until "
+            "one has connected and ended, or until Ctrl-C",
             _WARN_S,
         )
 

@@ -116,8 +116,9 @@ void OpQueue::check_splits(const Submission& s) const {
   const std::int64_t rows = s.inputs[0].shape[0];
   if (s.numbers.empty()) {
     if (rows % members == 0 && rows / members <= std::numeric_limits<std::int32_t>::max()) return;
-    invalid(s, "a first dimension of " + std::to_string(rows) + " does not divide among " +
-                   std::to_string(members) + " ranks; pass splits");
+    invalid(s, "a first dimension of " + std::to_string(rows) +
+                   " cannot be divided equally among " + std::to_string(members) +
+                   " ranks; pass splits");
   }
   if (static_cast<std::int64_t>(s.numbers.size()) != members) {
     invalid(s, "splits has " + std::to_string(s.numbers.size()) + " entries for " +

@@ -179,7 +179,7 @@ def _text(value: Any, key: _Key, where: str) -> str:
             raise ConfigFileError(f"{where}: expected true or false, found {reprlib.repr(value)}")
         return "1" if value != key.opposite else "0"
     if key.kind == "number" and not (number and math.isfinite(value) and value >= 0):
-        raise ConfigFileError(f"{where}: expected a number from 0 on, found {reprlib.repr(value)}")
+        raise ConfigFileError(f"{where}: expected a number, 0 or more, found {reprlib.repr(value)}")
     if key.kind == "text" and not isinstance(value, str):
         raise ConfigFileError(f"{where}: expected a string, found {reprlib.repr(value)}")
     if "\0" in str(value):

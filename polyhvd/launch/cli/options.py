@@ -563,7 +563,7 @@ def _at_least(text: str, least: int) -> int:
     except ValueError:
         value = least - 1
     if value < least:
-        raise argparse.ArgumentTypeError(f"expected a number from {least} on, found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number, {least} or more, found {text!r}")
     return value
 
 
@@ -572,7 +572,7 @@ def _variable(text: str) -> tuple[str, str | None]:
     if not _VARIABLE.fullmatch(name):
         raise argparse.ArgumentTypeError(f"expected NAME or NAME=VALUE, found {text!r}")
     if _LAUNCHERS_OWN.fullmatch(name):
-        raise argparse.ArgumentTypeError(f"{name} is for polyhvdrun to set")
+        raise argparse.ArgumentTypeError(f"{name} is set only by polyhvdrun")
     return name, value if equals else None
 
 

@@ -181,8 +181,8 @@ def _lack_of_room(found: Mapping[str, Any]) -> str:
 def _program_problems(host: str, program: Mapping[str, Any], version: str) -> list[Problem]:
     name, path = program["name"], program["path"]
     if not path:
-        cure = "install it there, or name what is there"
-        return [Problem(host, "no program", f"{name}: not found, or not to be run there", cure)]
+        cure = "install it there, or name a program that is there"
+        return [Problem(host, "no program", f"{name}: not found, or not executable there", cure)]
     if "is_python" not in program:
         return []
     if program.get("problem"):
@@ -311,8 +311,8 @@ class HostChecks:
         for host in self._hosts.values():
             if not host.done and host.process.ready and process in (None, host.process):
                 host.done = True
-                text = f"its agent runs, and has not looked around within {self._start_timeout_s:g} s"
-                cure = "a file system that hangs there? --start-timeout sets the time"
+                text = f"its agent runs, but has not completed its checks within {self._start_timeout_s:g} s"
+                cure = "does a file system hang there? --start-timeout sets the time"
                 host.problems.append(Problem(host.process.host, "no answer", text, cure))
 
     def conclude(self) -> None:

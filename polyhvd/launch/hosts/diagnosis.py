@@ -45,7 +45,7 @@ def _of_host(host: HostFindings) -> list[Problem]:
         found.append(Problem(host.name, "Python", text, "run it there by hand"))
     files = facts["limits"]["open_files"]
     if files is not None and files < OPEN_FILES_MIN:
-        cure = f"ulimit -n {OPEN_FILES_MIN} or more: a rank has one for each other rank and each file"
+        cure = f"ulimit -n {OPEN_FILES_MIN} or more: a rank needs one for each other rank and each file"
         found.append(Problem(host.name, "open files", f"only {files} may be open", cure))
     shared = facts["shared_memory"]
     if "no room" not in known and "free" in shared and shared["free"] < SHARED_MEMORY_BYTES_MIN:

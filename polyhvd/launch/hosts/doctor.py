@@ -111,7 +111,9 @@ def _examine_here(*, as_json: bool = False) -> tuple[list[str], bool]:
         choose(joinable)
     except ConfigError as error:
         launcher = [str(error)]
-        found.problems.append(Problem(local, "launcher", str(error), "unset what belongs to no job"))
+        found.problems.append(
+            Problem(local, "launcher", str(error), "unset the variables that do not belong to this job")
+        )
     line, is_usable = _cluster_of_ray()
     launcher += [line] if line else []
     if not is_usable:

@@ -107,7 +107,7 @@ def _host(text: str, where: str, default: int) -> _Entry:
     if not _NAME.fullmatch(name):
         raise HostsError(f"{where}: {name!r} is not a host name (a list reads host1:2,host2:2)")
     if not (slots.isascii() and slots.isdigit()) or not int(slots[:9]) >= 1 or len(slots) > 9:
-        raise HostsError(f"{where}: {slots!r} is not a number of slots, which is from 1 on")
+        raise HostsError(f"{where}: {slots!r} is not a number of slots (1 or more)")
     return _Entry(Host(name.removeprefix("[").removesuffix("]"), int(slots)), numbered)
 
 

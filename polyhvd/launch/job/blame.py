@@ -110,7 +110,7 @@ def _is_mute(ending: Ending) -> bool:
 
 
 def had_failed(ending: Ending) -> bool:
-    """Return whether a rank that was asked to end had failed before: it had printed a traceback.
+    """Return whether a rank that was requested to end had failed before: it had printed a traceback.
 
     A framework takes a while to shut down, so ranks that lost this one may end before it.
     """

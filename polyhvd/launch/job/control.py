@@ -254,7 +254,7 @@ def request(
     """
     place = _places(fixed=True).get(job)
     if place is None:
-        raise ProcessLookupError(f"job {job} did not answer: it is another user's, or has just ended")
+        raise ProcessLookupError(f"job {job} did not answer: it belongs to another user, or has just ended")
     deadline = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(min(timeout_s, _CLIENT_TIMEOUT_S))

@@ -354,7 +354,7 @@ def load_error(value: bytes) -> Exception | str:
         return f"its exception cannot be raised here: {in_a_line(reason)}"
     if isinstance(error, (Exception, str)):
         return error
-    return f"its exception cannot be raised here: it came as {type(error).__name__}"
+    return f"its exception cannot be raised here, only as {type(error).__name__}"
 
 
 def in_a_line(error: BaseException) -> str:

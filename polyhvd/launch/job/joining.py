@@ -250,7 +250,7 @@ class Follower:
     def _obey(self, kind: int, payload: bytes) -> None:
         self._suspended = kind == agent.SUSPENDED
         if kind == agent.REFUSED:
-            raise JoinError(f"{self._leader} does not take this host: {payload.decode('utf-8', 'replace')}")
+            raise JoinError(f"{self._leader} refuses this host: {payload.decode('utf-8', 'replace')}")
         if kind == agent.RESULT:
             fields = json.loads(payload)
             self._result = Result(int(fields.get("status", 1)), str(fields.get("failure", "")))
@@ -329,7 +329,7 @@ class Follower:
                 if number not in (*agent.STOP_SIGNALS, *agent.USER_SIGNALS):
                     continue
                 if self._local is None and number in agent.STOP_SIGNALS:
-                    self._result = Result(128 + number, f"polyhvdrun on {self._name} was asked to end")
+                    self._result = Result(128 + number, f"polyhvdrun on {self._name} was requested to end")
                 elif self._local is not None and number in agent.STOP_SIGNALS:
                     self._local.signal(number)
                 self._send(agent.SIGNALLED, -1, number.to_bytes(4, "big"))

@@ -84,7 +84,7 @@ def run(programs: list[argparse.Namespace], spec_of: Specify, output_of: Print) 
             with _ended_by_sigterm():
                 result = part(nodes, spec, secret, options, output_of)
         except _TerminatedError:
-            result = Result(128 + signal.SIGTERM, "polyhvdrun was asked to end before the job had begun")
+            result = Result(128 + signal.SIGTERM, "polyhvdrun was requested to end before the job had begun")
     if options.sagemaker and result.status != 0:
         try:
             sagemaker.write_failure(result.failure or f"polyhvdrun ended with status {result.status}")
@@ -307,7 +307,7 @@ def _run(spec: JobSpec, output: Output) -> Result:
     with contextlib.closing(output), Job(spec, output) as job:
         status = job.run()
     if job.cause is None:
-        return Result(status, "" if status == 0 else f"the job was asked to end: status {status}")
+        return Result(status, "" if status == 0 else f"the job was requested to end: status {status}")
     traceback = b"\n".join(traceback_lines(job.cause.tail)).decode("utf-8", "replace")
     return Result(status, f"{describe(job.cause)}\n{traceback}".strip())
 

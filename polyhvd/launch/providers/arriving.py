@@ -296,9 +296,11 @@ class Arrivals:
         for number in range(1, len(self._names)):
             if number in self.arrived:
                 continue
-            called = " (it has called, and not proved the secret)" if number in self._called else ""
+            called = (
+                " (it has connected, but not proved that it has the secret)" if number in self._called else ""
+            )
             late.append(self._names[number] + called)
-        return f"{', '.join(late)}: did not come in time"
+        return f"{', '.join(late)}: did not connect in time"
 
 
 def _listener(address: str, port: int) -> socket.socket:

@@ -51,9 +51,9 @@ class Lsf:
         if stated is not None and stated != slots:
             raise ConfigError(
                 f"{variable}={environ[variable]} has {slots} slots, but LSB_DJOB_NUMPROC={stated}; is the "
-                "list cut off? -H names hosts and slots instead"
+                "list cut off? name hosts and slots with -H instead"
             )
-        return Allocation(self, job, tuple(hosts), shown(environ, variable), "ask bsub for more with -n")
+        return Allocation(self, job, tuple(hosts), shown(environ, variable), "request more from bsub with -n")
 
     def reach(self, allocation: Allocation, used: Sequence[str], options: argparse.Namespace) -> Reach:
         """This host directly, others by blaunch."""
@@ -107,8 +107,8 @@ def hosts_of_jsrun(allocation: Allocation | None, size: int | None, slots_per_ho
     if size is not None and slots_per_host is None:
         if size % len(hosts):
             raise HostsError(
-                f"--jsrun: {size} ranks cannot be as many on each of {len(hosts)} hosts; give another -np or "
-                "fill the hosts in their order with --slots-per-host"
+                f"--jsrun: {size} ranks cannot be distributed equally over {len(hosts)} hosts; give another "
+                "-np or fill the hosts in their order with --slots-per-host"
             )
         slots_per_host = size // len(hosts)
     return [Host(host.name, slots_per_host or host.slots) for host in hosts]
@@ -151,7 +151,7 @@ def _pairs(text: str) -> list[Host]:
     if len(words) % 2 or not all(word.isascii() and word.isdigit() and int(word) for word in counts):
         raise ConfigError(
             f"LSB_MCPU_HOSTS={text} is not a list of hosts, each with its number of slots; is it cut off? "
-            "-H names hosts and slots instead"
+            "name hosts and slots with -H instead"
         )
     return [Host(name, int(count)) for name, count in zip(words[::2], counts, strict=True)]
 

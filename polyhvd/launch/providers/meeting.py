@@ -199,7 +199,7 @@ class MeetingProvider(ABC):
             if not claim.rank:
                 _LOG.warning(
                     "POLYHVD_TRUST_NETWORK=1: the ranks of this job have no secret; any process that reaches "
-                    "their ports can join it, and have them run code"
+                    "their ports can join it, and make them run code"
                 )
             return _NO_SECRET
         raise ConfigError(

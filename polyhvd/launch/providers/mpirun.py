@@ -92,4 +92,6 @@ def find_launcher() -> Launcher:
     if _HYDRA.search(output):
         return Launcher(path, 0)
     first = output.strip().partition("\n")[0]
-    raise ValueError(f"--mpi: {path} is neither Open MPI's nor of MPICH's family; it says {first!r}")
+    raise ValueError(
+        f"--mpi: {path} belongs neither to Open MPI nor to the MPICH family; it prints {first!r}"
+    )

@@ -51,7 +51,7 @@ def counts(text: str) -> list[int]:
     for item in text.split(","):
         match = _COUNT.fullmatch(item)
         if match is None or not int(match[1]) or (match[2] and not int(match[2])):
-            raise ValueError(f"{text!r}: {item!r} is neither a number from 1 on nor N(xHOSTS)")
+            raise ValueError(f"{text!r}: {item!r} is neither a number (1 or more) nor N(xHOSTS)")
         repeats = int(match[2] or 1)
         if len(numbers) + repeats > _HOSTS_MAX:
             raise ValueError(f"{text!r} is for more than {_HOSTS_MAX} hosts")

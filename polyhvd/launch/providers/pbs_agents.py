@@ -31,7 +31,7 @@ class Pbs:
         try:
             hosts = parse_hostfile(path)
         except HostsError as error:
-            raise ConfigError(f"PBS_NODEFILE: {error}; -H names hosts and slots instead") from None
+            raise ConfigError(f"PBS_NODEFILE: {error}; name hosts and slots with -H instead") from None
         stated, slots = number(environ, "PBS_NP"), sum(host.slots for host in hosts)
         if stated is not None and stated != slots:
             raise ConfigError(
@@ -43,7 +43,8 @@ class Pbs:
             job,
             tuple(hosts),
             shown(environ, "PBS_NODEFILE"),
-            "ask qsub for more with mpiprocs, as in -l select=2:ncpus=8:mpiprocs=8 (Torque: nodes=2:ppn=8)",
+            "request more from qsub with mpiprocs, as in "
+            "-l select=2:ncpus=8:mpiprocs=8 (Torque: nodes=2:ppn=8)",
         )
 
     def reach(self, allocation: Allocation, used: Sequence[str], options: argparse.Namespace) -> Reach:

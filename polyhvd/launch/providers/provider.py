@@ -77,7 +77,7 @@ class Provider(Protocol):
         Raises:
             ConfigError: the environment or the settings cannot work.
             HorovodInternalError: the store cannot be reached, or does not accept this rank.
-            PeerLostError: other ranks did not come in time.
+            PeerLostError: other ranks did not connect in time.
             RankMismatchError: ranks have different sizes.
         """
 
@@ -96,7 +96,7 @@ def readable(environ: Mapping[str, str], *names: str) -> None:
     """
     for name in names:
         if environ.get(name) and number(environ, name) is None:
-            raise ConfigError(f"init(): {name}={environ[name]!r}: must be a number from 0 on")
+            raise ConfigError(f"init(): {name}={environ[name]!r}: must be a number, 0 or more")
 
 
 def shown(environ: Mapping[str, str], *names: str) -> str:

@@ -50,7 +50,7 @@ class Slurm:
         stated = number(environ, "SLURM_JOB_NUM_NODES")
         if job and not nodes and stated is not None and stated > 1:
             raise ConfigError(
-                f"SLURM_JOB_NODELIST is not set, but SLURM_JOB_NUM_NODES={stated}; -H names hosts instead"
+                f"SLURM_JOB_NODELIST is not set, but SLURM_JOB_NUM_NODES={stated}; name hosts with -H instead"
             )
         if not job or not nodes:
             return None
@@ -62,7 +62,7 @@ class Slurm:
         if stated is not None and stated != len(names):
             raise ConfigError(
                 f"SLURM_JOB_NODELIST={nodes} names {len(names)} hosts, but SLURM_JOB_NUM_NODES={stated}; is "
-                "the list cut off? -H names hosts instead"
+                "the list cut off? name hosts with -H instead"
             )
         variable, slots = _slots(environ, len(names))
         return Allocation(
@@ -70,7 +70,7 @@ class Slurm:
             job,
             tuple(Host(name, count) for name, count in zip(names, slots, strict=True)),
             shown(environ, "SLURM_JOB_NODELIST", variable),
-            "ask sbatch for more with --ntasks or --ntasks-per-node",
+            "request more from sbatch with --ntasks or --ntasks-per-node",
             here=environ.get("SLURMD_NODENAME", ""),
             restarts=number(environ, "SLURM_RESTART_COUNT") or 0,
         )
@@ -197,7 +197,7 @@ def _slots(environ: Mapping[str, str], hosts: int) -> tuple[str, list[int]]:
         if len(found) != hosts:
             raise ConfigError(
                 f"SLURM_JOB_NODELIST={environ.get('SLURM_JOB_NODELIST', '')} names {hosts} hosts, but "
-                f"{variable}={environ[variable]} is for {len(found)}; -H names hosts and slots instead"
+                f"{variable}={environ[variable]} is for {len(found)}; name hosts and slots with -H instead"
             )
         return variable, found
     return names[0], [1] * hosts
@@ -224,7 +224,7 @@ def _address_towards(node: str) -> str:
         return network.address_towards(node)
     except ValueError:
         raise ValueError(
-            f"no way to host {node} of the allocation: does `scontrol show node {node}` print its address? "
+            f"no route to host {node} of the allocation: does `scontrol show node {node}` print its address? "
             "--network-interface names the interface to use instead"
         ) from None
 

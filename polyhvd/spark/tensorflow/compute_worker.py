@@ -32,7 +32,7 @@ def main(
         dispatchers: how many there are; the number of tasks is a multiple of it.
         dispatcher_side: where they run: ``"compute"`` or ``"training"``.
         configfile: the file that training processes read.
-        timeout: seconds in which everything has to start.
+        timeout: seconds in which all processes have to start.
         keep_running: whether to serve further training jobs when one has ended.
         num_proc: number of tasks; None: as many as can run at once.
 

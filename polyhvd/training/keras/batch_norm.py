@@ -23,7 +23,7 @@ class SynchronizedNormalization:
 
     Args:
         axis, momentum, epsilon, center, scale and others: as of ``BatchNormalization``.
-        fused: accepted for Horovod's sake; False.
+        fused: accepted for compatibility with Horovod; False.
         process_set: the ranks that share statistics, a ProcessSet or a list of their numbers.
 
     Raises:

@@ -51,7 +51,7 @@ class BroadcastGlobalVariables(abc.ABC):
 
     Args:
         root_rank: world rank of the sender.
-        device: accepted for Horovod's sake.
+        device: accepted for compatibility with Horovod.
         local_variables: variables that stay as they are on each rank.
 
     Raises:
@@ -168,7 +168,7 @@ class MetricAverage(abc.ABC):
     With the metrics it compares the weights that the ranks train: ``POLYHVD_CHECK_DRIFT``.
 
     Args:
-        device: accepted for Horovod's sake.
+        device: accepted for compatibility with Horovod.
 
     Raises:
         InvalidArgumentError: ``device`` is not the host, or, at the end of an epoch, a metric is not a

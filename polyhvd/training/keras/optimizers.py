@@ -109,7 +109,7 @@ def model_loader(keras: Any, distribute: Callable[..., Any], none: Compressor) -
             custom_optimizers: classes of optimizers that Keras does not know.
             custom_objects: other names that Keras does not know.
             compression: as of ``DistributedOptimizer``.
-            legacy_opts: accepted for Horovod's sake.
+            legacy_opts: accepted for compatibility with Horovod.
 
         Raises:
             OSError, ValueError: as of ``keras.models.load_model``.
