@@ -1,4 +1,4 @@
-"""Lightning's Trainer on the ranks of polyhvdrun, with PyTorch.
+"""Lightning's Trainer and Fabric on the ranks of polyhvdrun, with PyTorch.
 
 Example::
 
@@ -16,6 +16,7 @@ _require(__name__)
 from polyhvd.lightning import elastic
 from polyhvd.lightning.callbacks import LogMetricsCallback
 from polyhvd.lightning.environment import PolyhvdEnvironment
+from polyhvd.lightning.fabric import FabricStrategy
 from polyhvd.lightning.strategy import PolyhvdStrategy, register
 from polyhvd.torch import Compression, allgather, allreduce, broadcast
 
@@ -26,6 +27,7 @@ register()
 
 __all__ = [
     "Compression",
+    "FabricStrategy",
     "LogMetricsCallback",
     "PolyhvdEnvironment",
     "PolyhvdStrategy",

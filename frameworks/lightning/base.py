@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from typing import Any
 
-__all__ = ["cluster_environment", "layer_sync", "pl", "rank_zero"]
+__all__ = ["cluster_environment", "fabric", "layer_sync", "pl", "rank_zero"]
 
 
 def _name() -> str:
@@ -21,3 +21,7 @@ pl: Any = importlib.import_module(_name())
 layer_sync: Any = importlib.import_module(f"{pl.__name__}.plugins.layer_sync")
 rank_zero: Any = importlib.import_module(f"{pl.__name__}.utilities.rank_zero")
 cluster_environment: Any = importlib.import_module(f"{pl.__name__}.strategies.parallel").ClusterEnvironment
+fabric: Any = importlib.import_module(
+    "lightning_fabric" if pl.__name__ == "pytorch_lightning" else "lightning.fabric"
+)
+importlib.import_module(f"{fabric.__name__}.strategies")

@@ -11,52 +11,25 @@ from typing import Any
 import polyhvd.torch as hvd
 import torch
 from polyhvd.lightning import elastic
-from polyhvd.lightning.base import layer_sync, pl, rank_zero
-from polyhvd.lightning.environment import PolyhvdEnvironment
+from polyhvd.lightning.base import fabric, layer_sync, pl
+from polyhvd.lightning.fabric import FabricStrategy
+from polyhvd.lightning.ranks import Ranks, names_for, process_set_of, reduction
 from torchmetrics import Metric
 
-from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training.naming import digest, refuse_other_names
-from polyhvd.training.options import Options
 
 __all__ = ["PolyhvdStrategy", "register"]
 
 Tensor = torch.Tensor
-#: By the names of Lightning and of ``torch.distributed.ReduceOp``.
-_OPS = {
-    "mean": hvd.Average,
-    "avg": hvd.Average,
-    "sum": hvd.Sum,
-    "min": hvd.Min,
-    "max": hvd.Max,
-    "product": hvd.Product,
-}
 #: Those that ``self.log()`` knows.
 _METRIC_OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max)
 _METRIC_ADVICE = "log the same metrics in the same order on every rank"
 
 
-def _op(reduce_op: Any) -> int:
-    name = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
-    if name not in _OPS:
-        raise InvalidArgumentError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_OPS)}")
-    return _OPS[name]
-
-
-def _process_set(group: Any) -> hvd.ProcessSet:
-    if group is None:
-        return hvd.global_process_set
-    if not isinstance(group, hvd.ProcessSet):
-        raise InvalidArgumentError(
-            f"group={group!r}: expected None or a hvd.ProcessSet; groups of torch.distributed are not used"
-        )
-    return group
-
-
-class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
+class PolyhvdStrategy(Ranks, pl.strategies.ParallelStrategy):  # type: ignore[misc]
     """Trains one model on all ranks of polyhvdrun; each has its part of every batch.
 
     Give it to a Trainer in a script that polyhvdrun starts: Lightning starts no processes. In a script that
@@ -97,88 +70,22 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        options = Options(
-            op=op,
+        super().__init__(
+            "Trainer",
             compression=compression,
+            op=op,
             gradient_predivide_factor=gradient_predivide_factor,
             num_groups=num_groups,
             sparse_as_dense=sparse_as_dense,
-            ops=tuple(ReduceOp),
-        )
-        hvd.init()
-        super().__init__(
             accelerator=accelerator,
-            cluster_environment=PolyhvdEnvironment(),
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._options = options.changed()
-        self.set_world_ranks()
-
-    # What Lightning asks before it begins ------------------------------------
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make the strategy known by name; ``horovod`` is an alias, unless that name is in use."""
-        for name in ("polyhvd", "horovod"):
-            if name not in strategy_registry:
-                strategy_registry.register(name, cls, description="Ranks of polyhvdrun")
 
     @property
     def is_distributed(self) -> bool:
         """Whether Lightning is to give each rank its part of the data."""
         return True
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part that is."""
-        return {"num_replicas": hvd.size(), "rank": hvd.rank()}
-
-    @property
-    def root_device(self) -> torch.device:
-        """The CPU."""
-        return torch.device("cpu")
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The CPU, once for each rank of this host."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._parallel_devices = None
-        if not devices:
-            return
-        kinds = sorted({device.type for device in devices})
-        if kinds != ["cpu"]:
-            raise InvalidArgumentError(
-                f"PolyhvdStrategy: the Trainer chose {', '.join(kinds)}, and tensors have to be on the CPU; "
-                'pass accelerator="cpu"'
-            )
-        if len(devices) not in (1, hvd.local_size()):
-            raise InvalidArgumentError(
-                f"PolyhvdStrategy: Trainer(devices={len(devices)}), but the launcher has started "
-                f"{hvd.local_size()} ranks on this host; leave devices out, and start "
-                f"polyhvdrun -np {len(devices)}"
-            )
-        self._parallel_devices = [self.root_device] * hvd.local_size()
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of hosts."""
-        return hvd.cross_size()
-
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        if number not in (1, hvd.cross_size()):
-            raise InvalidArgumentError(
-                f"PolyhvdStrategy: Trainer(num_nodes={number}), but the launcher has started ranks on "
-                f"{hvd.cross_size()} hosts; leave num_nodes out, and list the hosts with polyhvdrun -H"
-            )
-
-    def set_world_ranks(self) -> None:
-        """Let Lightning's messages and files be those of rank 0."""
-        rank_zero.rank_zero_only.rank = hvd.rank()
 
     # Models and optimizers ---------------------------------------------------
 
@@ -207,15 +114,11 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             if not hasattr(optimizer, "no_sync"):  # as one that the program has wrapped itself
-                hvd.DistributedOptimizer(optimizer, self._names_for(optimizer), **self._options)
+                hvd.DistributedOptimizer(
+                    optimizer, names_for([self.lightning_module], optimizer), **self._options
+                )
         # In another class now, which Lightning's own wrappers have to take up.
         self.optimizers = self.optimizers
-
-    def _names_for(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-        """Names of the optimizer's parameters, where the model has them."""
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
 
     def on_train_start(self) -> None:
         """Optimizers, restored from a checkpoint or not, begin with what rank 0 has."""
@@ -230,7 +133,7 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
                 stack.enter_context(optimizer.no_sync())
             yield
 
-    # Exchanges ---------------------------------------------------------------
+    # Metrics -----------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """A new tensor with the ranks' mean, or the reduction ``reduce_op``; other values stay as they are.
@@ -242,27 +145,13 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        process_set = _process_set(group)
+        process_set = process_set_of(group)
         caller = getattr(sys._getframe(1).f_locals.get("self"), "meta", None)  # Lightning passes no name
         name = getattr(caller, "name", None)
-        op, value = _op(reduce_op), tensor.detach()
+        op, value = reduction(reduce_op), tensor.detach()
         if isinstance(name, str) and value.numel() == 1 and value.is_floating_point() and op in _METRIC_OPS:
             return _reduced_metric(name, value, op, process_set)
         return hvd.allreduce(value, op=op, process_set=process_set)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The ranks' tensors, stacked: ``[...]`` to ``[ranks, ...]``; with ``sync_grads`` differentiable."""
-        rows = (tensor if sync_grads else tensor.detach()).unsqueeze(0)
-        # Lightning's own strategies add up the ranks' gradients.
-        return hvd.allgather(rows, process_set=_process_set(group), exact_gradient=True)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Rank ``src``'s object."""
-        return hvd.broadcast_object(obj, src, name="lightning.broadcast")
-
-    def barrier(self, name: str | None = None) -> None:
-        """Return when every rank has come here."""
-        hvd.barrier()
 
     # Checkpoints -------------------------------------------------------------
 
@@ -306,7 +195,7 @@ def _reduced_metric(name: str, value: Tensor, op: int, process_set: hvd.ProcessS
 
 def _gather(name: str, tensor: Tensor, group: Any = None) -> list[Tensor]:
     """The ranks' tensors, of any shapes, for the metric of torchmetrics of that name."""
-    process_set = _process_set(group)
+    process_set = process_set_of(group)
     gathered = hvd.allgather_object((name, tensor), "torchmetrics", process_set)
     if {other for other, _ in gathered} != {name}:
         world, number = process_set.world or current.world(), process_set_id(process_set)
@@ -326,7 +215,7 @@ def _join_ranks(name: str, metric: Metric) -> None:
 
 
 def register() -> None:
-    """Make ``Trainer(strategy="polyhvd")`` work; importing polyhvd.lightning does it.
+    """Make ``strategy="polyhvd"`` work for a Trainer and a Fabric; importing polyhvd.lightning does it.
 
     Example::
 
@@ -334,3 +223,4 @@ def register() -> None:
         trainer = lightning.Trainer(strategy="polyhvd")
     """
     PolyhvdStrategy.register_strategies(pl.strategies.StrategyRegistry)
+    FabricStrategy.register_strategies(fabric.strategies.STRATEGY_REGISTRY)

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +33,7 @@ def offered(name: str) -> list[str]:
         if isinstance(value, ModuleType):
             lines.append(f"{item}: module {value.__name__}")
         elif inspect.isclass(value):
-            lines += _class(item, value)
+            lines += _class(item, value, names)
         elif callable(value):
             lines.append(f"{item}{_signature(value)}")
         else:
@@ -48,12 +49,16 @@ def undeclared(name: str) -> list[str]:
     return sorted(set(module.__all__) ^ set(shown))
 
 
-def _class(item: str, value: type) -> list[str]:
+def _class(item: str, value: type, names: Collection[str]) -> list[str]:
     if issubclass(value, enum.Enum):
         return [f"{item}: {', '.join(f'{member.name}={member.value}' for member in value)}"]
     lines = [f"class {item}{_signature(value)}"]
-    for name, member in sorted(vars(value).items()):
-        if not name.startswith("_") and value.__module__.startswith("polyhvd"):
+    members: dict[str, Any] = {}
+    for base in reversed(value.__mro__):  # with those of bases that are not listed themselves
+        if base.__module__.startswith("polyhvd") and (base is value or base.__name__ not in names):
+            members.update(vars(base))
+    for name, member in sorted(members.items()):
+        if not name.startswith("_"):
             function = getattr(member, "__func__", member)
             lines.append(f"{item}.{name}" + (_signature(function) if callable(function) else ""))
     return lines

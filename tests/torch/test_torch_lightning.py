@@ -63,3 +63,7 @@ def test_the_strategy_exchanges_and_refuses_with_advice() -> None:
 
 def test_rank_0_writes_checkpoints_and_all_resume_from_its_state(tmp_path: Path) -> None:
     cases.resumes_from_a_checkpoint(str(tmp_path))
+
+
+def test_a_loop_on_fabric_is_that_of_one_process_on_the_joined_batch(tmp_path: Path) -> None:
+    cases.fabric_trains_like_one_process(str(tmp_path))

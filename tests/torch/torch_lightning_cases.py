@@ -358,3 +358,62 @@ def resumes_from_a_checkpoint(folder: str) -> None:
     assert_close(resumed, alone)
     with raises(hvd.InvalidArgumentError, "1 optimizers", "has 2"):
         fit(Manual(alone=False), checkpoint=str(path), max_epochs=4)
+
+
+def fabric_loop(strategy: str, rows: int, *, alone: bool, checkpoint: str | None = None) -> Any:
+    """Train by a loop of the program: accumulate two batches, clip; with a checkpoint between two epochs."""
+    fabric = lightning.Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    fabric.launch()
+    net = Regression(alone=alone).net
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    joined = data()
+    operations = []
+    for epoch in range(2):
+        batches = DataLoader(joined, rows)
+        if strategy == "polyhvd":
+            batches = fabric.setup_dataloaders(DataLoader(joined, rows, sampler=_in_turns(joined)))
+        for number, (x, y) in enumerate(batches):
+            before = hvd.counters()["operations"]
+            with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+                fabric.backward((model(x) - y).square().mean() / 2)
+            operations.append(hvd.counters()["operations"] - before)
+            if number % 2:
+                fabric.clip_gradients(model, optimizer, max_norm=0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+        if checkpoint is not None and epoch == 0:
+            fabric.save(checkpoint, {"model": model, "optimizer": optimizer})
+            for parameter in net.parameters():
+                parameter.data.zero_()
+            fabric.load(checkpoint, {"model": model, "optimizer": optimizer})
+    if strategy == "polyhvd":
+        assert operations[::2] == [0] * STEPS
+        assert all(operations[1::2])
+    return net, fabric
+
+
+def _in_turns(joined: TensorDataset) -> Any:
+    return DistributedSampler(joined, hvd.size(), hvd.rank(), False)
+
+
+def fabric_trains_like_one_process(folder: str) -> None:
+    checkpoint = str(Path(folder) / "fabric.ckpt") if hvd.rank() == 0 else None
+    together, fabric = fabric_loop(
+        "polyhvd", ROWS, alone=False, checkpoint=hvd.broadcast_object(checkpoint, 0)
+    )
+    alone, _ = fabric_loop("auto", ROWS * hvd.size(), alone=True)
+    assert_same_bits(together)
+    assert_close(together, alone)
+    assert (fabric.global_rank, fabric.world_size) == (hvd.rank(), hvd.size())
+    value = torch.tensor([1.0 + hvd.rank()])
+    assert fabric.all_reduce(value, reduce_op="sum").tolist() == [3.0]
+    assert fabric.all_gather(value).tolist() == [[1.0], [2.0]]
+    assert fabric.broadcast({"rank": hvd.rank()}) == {"rank": 0}
+    # The loader of a Fabric gives each rank other rows.
+    rows = torch.cat([x for x, _ in fabric.setup_dataloaders(DataLoader(data(), ROWS))])
+    everything = torch.cat(hvd.allgather_object(rows[:, 0], name="seen")).sort()[0]
+    assert torch.equal(everything, data()[:][0][:, 0].sort()[0])
+    with raises(hvd.InvalidArgumentError, "Fabric(devices=3)", "polyhvdrun -np 3"):
+        lightning.Fabric(strategy="polyhvd", accelerator="cpu", devices=3)
+    with raises(hvd.InvalidArgumentError, "Fabric(num_nodes=2)", "polyhvdrun -H"):
+        lightning.Fabric(strategy="polyhvd", accelerator="cpu", num_nodes=2)
