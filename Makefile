@@ -249,6 +249,13 @@ WHEELS ?=
 wheels: $(STAMPS)/wheels
 	MAX_JOBS=$(JOBS) $(WHEELS_PY) tools/wheels.py $(WHEELS)
 
+RELEASE ?=
+
+##@ release  changelog, wheels, source distribution, checksums and bill of materials, then the tag; or RELEASE=--dry-run
+.PHONY: release
+release: $(STAMPS)/wheels
+	MAX_JOBS=$(JOBS) $(WHEELS_PY) tools/release.py $(RELEASE)
+
 BENCH ?=
 
 ##@ bench    latency and throughput beside all peers that are installed, in turns; options in BENCH

@@ -5,6 +5,7 @@ Everything else (metadata, extras, tools) stands in pyproject.toml.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from glob import glob
@@ -85,6 +86,21 @@ def framework_packages() -> dict[str, str]:
     return {f"polyhvd.{name}": f"frameworks/{name.replace('.', '/')}" for name in find_packages("frameworks")}
 
 
+def readme() -> str:
+    """Return README.md for a package index, where links to other files of the repository lead nowhere."""
+
+    def without_link(link: re.Match[str]) -> str:
+        text, path = link.groups()
+        page = re.fullmatch(r"docs/(?:guides/)?([\w-]+)\.md", path)
+        if page is None:
+            return text
+        command = f"`polyhvd docs {page[1]}`"
+        return command if text == path else f"{text} ({command})"
+
+    links = r"\[([^]]+)\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)"
+    return re.sub(links, without_link, Path("README.md").read_text(encoding="utf-8"))
+
+
 FRAMEWORKS = framework_packages()
 NATIVE = sorted(p.parent.name for p in Path("frameworks").glob("*/native.cc"))
 
@@ -92,6 +108,8 @@ NATIVE = sorted(p.parent.name for p in Path("frameworks").glob("*/native.cc"))
 subprocess.run([sys.executable, "polyhvd/collectives/table/generator.py"], check=True)
 ParallelCompile("MAX_JOBS", default=2, needs_recompile=is_stale).install()
 setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     packages=[*find_packages(include=["polyhvd", "polyhvd.*"]), *sorted(FRAMEWORKS), "polyhvd.docs"],
     package_dir={**FRAMEWORKS, "polyhvd.docs": "docs"},  # pages for ``polyhvd docs``
     ext_modules=[core(), *(native_adapter(name) for name in NATIVE)],

@@ -1,10 +1,18 @@
-"""The parts of tools/wheels.py that compile nothing; `make wheels` builds and checks the wheels."""
+"""The parts of tools/wheels.py and tools/release.py that compile nothing, and the source distribution.
+
+`make wheels` builds and checks the wheels.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import shutil
+import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 from types import ModuleType
 
@@ -13,15 +21,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture
-def wheels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wheels", ROOT / "tools" / "wheels.py")
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "wheels", module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def wheels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("wheels", monkeypatch)
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("release", monkeypatch)
 
 
 def write_headers(folder: Path, version: str, config: str = "") -> Path:
@@ -80,3 +97,137 @@ def test_a_wheel_fits_a_platform_with_the_same_c_library_or_a_newer_one(
 ) -> None:
     found = {"overall_tag": tag, "external_libs": libraries}
     assert wheels.fits(found, wheels.PLATFORMS[0]) is fits
+
+
+CHANGES = """# Changelog
+
+Preface.
+
+## [Unreleased]
+
+This will be 0.1.0, the first version.
+
+### Added
+
+- One.
+
+## [0.0.1] - 2026-01-01
+
+- Zero.
+"""
+
+
+def test_a_release_dates_the_unreleased_changes_and_begins_an_empty_section(release: ModuleType) -> None:
+    changed = release.cut(CHANGES, "0.1.0", "2026-02-03")
+    assert changed == CHANGES.replace("This will be 0.1.0, the first version.\n", "## [0.1.0] - 2026-02-03\n")
+    with pytest.raises(SystemExit, match="is empty"):
+        release.cut(changed, "0.1.1", "2026-02-04")
+    with pytest.raises(SystemExit, match="has no section"):
+        release.cut("# Changelog\n", "0.1.1", "2026-02-04")
+
+
+@pytest.fixture
+def checkout(release: ModuleType, tmp_path: Path) -> Path:
+    """A small checkout with one commit."""
+    (tmp_path / "polyhvd").mkdir()
+    (tmp_path / "polyhvd" / "__init__.py").write_text('"""Test."""\n__version__ = "0.1.0"\n')
+    (tmp_path / "CITATION.cff").write_text("title: test\nversion: 0.1.0\n")
+    (tmp_path / "CHANGELOG.md").write_text(CHANGES)
+    git = ["git", "-C", tmp_path]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "config", "user.name", "test"], check=True)
+    subprocess.run([*git, "config", "user.email", "test@example.invalid"], check=True)
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "first"], check=True)
+    return tmp_path
+
+
+def test_a_release_commits_the_changelog_once(release: ModuleType, checkout: Path) -> None:
+    made = release.Release(release.read_version(checkout), "2026-02-03", checkout)
+    release.check(made)
+    release.commit_changelog(made)
+    release.commit_changelog(made)  # after an interruption
+    release.check(made)
+    assert made.git("log", "--format=%s") == "Release 0.1.0\nfirst"
+    assert "\n## [0.1.0] - 2026-02-03\n" in (checkout / "CHANGELOG.md").read_text()
+
+
+def test_a_checkout_that_cannot_be_released_is_refused(release: ModuleType, checkout: Path) -> None:
+    made = release.Release("0.1.0", "2026-02-03", checkout)
+    with pytest.raises(SystemExit, match=r"__version__ is \"1\.0\.dev\""):
+        release.check(release.Release("1.0.dev", "2026-02-03", checkout))
+    with pytest.raises(SystemExit, match=r"CITATION\.cff has another version than 0\.2\.0"):
+        release.check(release.Release("0.2.0", "2026-02-03", checkout))
+    (checkout / "new").touch()
+    with pytest.raises(SystemExit, match=r"not committed.*\n.*new"):
+        release.check(made)
+    (checkout / "new").unlink()
+    made.git("tag", "v0.1.0")
+    with pytest.raises(SystemExit, match=r"v0\.1\.0 exists, at \w{12}\."):
+        release.check(made)
+
+
+def test_checksums_are_those_that_sha256sum_checks(release: ModuleType, tmp_path: Path) -> None:
+    files = [tmp_path / "b.whl", tmp_path / "a.tar.gz"]
+    for path in files:
+        path.write_text(path.name)
+    release.write_sums(tmp_path, files)
+    check = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
+    done = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "a.tar.gz: OK\nb.whl: OK\n"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked source distribution."""
+    folder = tmp_path_factory.mktemp("sdist")
+    program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, folder], cwd=ROOT, check=True, capture_output=True)
+    (archive,) = folder.glob("polyhvd-*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def test_the_source_distribution_has_the_files_of_the_repository(source: Path) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
+    of_the_repository = (".ci/", ".github/", ".gitignore", ".dockerignore", ".pre-commit", "__init__.py")
+    names = [name for name in listed.stdout.splitlines() if not name.startswith(of_the_repository)]
+    assert [name for name in names if (ROOT / name).exists() and not (source / name).exists()] == []
+    assert not list(source.rglob("*.so"))
+
+
+def test_the_description_for_an_index_has_no_link_to_a_file_of_the_repository(source: Path) -> None:
+    description = (source / "PKG-INFO").read_text().partition("\n\n")[2]
+    assert description.startswith("# polyhvd")
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", description) == []
+    assert "`polyhvd docs elastic`" in description
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_the_source_distribution_builds_and_its_tests_pass(source: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    python = tmp_path / "bin" / "python"
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    folder = subprocess.run([python, "-c", where], check=True, capture_output=True, text=True).stdout.strip()
+    # As plain folders on the path: the editable install of the checkout does not come along.
+    Path(folder, "test.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    cache = [shutil.which("ccache")] if shutil.which("ccache") else []
+    compilers = {"CC": " ".join([*cache, "gcc"]), "CXX": " ".join([*cache, "g++"])}
+    env = {**os.environ, **compilers, "CCACHE_BASEDIR": str(source), "CCACHE_NOHASHDIR": "1"}
+    install = [python, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e", "."]
+    subprocess.run(install, cwd=source, env=env, check=True)
+    tests = ["tests/test_config.py", "tests/test_documents.py", "tests/parity/test_allreduce.py"]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        *tests,
+        "-k",
+        "not (torch or tensorflow or keras or mxnet or jax)",
+    ]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout
