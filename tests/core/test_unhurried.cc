@@ -4,6 +4,7 @@
 #include <string>
 
 #include "control/unhurried.h"
+#include "thread_world.h"
 
 namespace polyhvd {
 namespace {
@@ -16,6 +17,20 @@ TEST_CASE("operations of the comparison of loaders are unhurried, and no others"
     CAPTURE(name);
     CHECK_FALSE(is_unhurried(name));
   }
+}
+
+TEST_CASE("time is counted as waiting only while an operation that is not unhurried waits") {
+  test::ThreadWorld world(test::one_host(2));
+  world.run([](int, Engine& engine) {
+    std::vector<float> values{1};
+    engine.wait(engine.submit(test::allreduce("polyhvd.data/loader.1", values), true));
+    CHECK(engine.waits().agreed == 0);
+    CHECK(engine.waits().seconds == 0);
+    engine.wait(engine.submit(test::allreduce("gradient", values), true));
+    CHECK(engine.waits().agreed == 1);
+    CHECK(engine.waits().seconds > 0);
+  });
+  world.shutdown();
 }
 
 }  // namespace
