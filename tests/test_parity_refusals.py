@@ -91,6 +91,26 @@ def test_a_build_that_returns_something_else_is_a_bad_case(made: str, told: str)
         assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ("7", "has to return inputs and targets, two arrays; found int$"),
+        ("(1.0, np.ones(3))", r"inputs and targets need as many rows, found shapes \[\] and \[3\]$"),
+        ("(np.ones(3), 1.0)", r"found shapes \[3\] and \[\]$"),
+        ("(np.ones((2, 3)), np.ones(3))", r"found shapes \[2, 3\] and \[3\]$"),
+        ("(np.ones((0, 3)), np.ones(0))", r"found shapes \[0, 3\] and \[0\]$"),
+        ("(['a'], [1])", "expected arrays of numbers, found one of <U1$"),
+        ("([[1], [1, 2]], [1, 2])", "found a list that makes none"),
+        ("1 / 0", "has raised ZeroDivisionError: division by zero$"),
+    ],
+)
+def test_a_batch_that_is_no_pair_of_arrays_is_a_bad_case(made: str, told: str) -> None:
+    case = Case("mine", lambda _: [layers.dense(3, 2)], lambda *_: eval(made, {"np": np}))
+    with pytest.raises(BadCaseError, match=told) as caught:
+        case.data("numpy", 4)
+    assert str(caught.value).startswith("mine: batch('numpy', 4)")
+
+
 def test_a_folder_is_no_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([str(tmp_path), "--frameworks", "numpy"]) == STATUSES["bad-case"]
     assert f"{tmp_path}: that is a folder; give a file, or a name of" in capsys.readouterr().err

@@ -33,12 +33,12 @@ def one_loss(folder: Path) -> tuple[list[float], float]:
             pipe.read()
         closed.append(time.monotonic())
 
-    reader = threading.Thread(target=read_to_the_end)
+    reader = threading.Thread(target=read_to_the_end, daemon=True)  # a job that fails may never open the pipe
     reader.start()
     argv = [sys.executable, JOB, str(folder), str(MEGABYTES)]
     status, out, err = Launcher(folder).run("-np", "3", "--min-np", "2", argv=argv)
-    reader.join()
     assert status == 0, err
+    reader.join(60)
     heard = re.findall(r"heard (\S+) marked (\d+) by (.*)", out)
     assert len(heard) == 2, out
     for _, marked, error in heard:
