@@ -54,10 +54,10 @@ class Restricted final : public Backend {
 };
 
 // Owns the connections of one rank, and what its communicators share.
-class World final : public Liveness {
+class ConnectedRank final : public Liveness {
  public:
-  World(Connections connections, Parking& parking, bool data_checksums);
-  ~World() override { close(); }
+  ConnectedRank(Connections connections, Parking& parking, bool data_checksums);
+  ~ConnectedRank() override { close(); }
 
   std::unique_ptr<Channel> connect_parent();
   std::vector<Child> connect_children();
@@ -131,7 +131,7 @@ class World final : public Liveness {
   std::unique_ptr<tcp::TcpTransport> transport_;               // reset under transport_mutex_
 };
 
-World::World(Connections connections, Parking& parking, bool data_checksums)
+ConnectedRank::ConnectedRank(Connections connections, Parking& parking, bool data_checksums)
     : connections_(std::move(connections)), parking_(parking) {
   resources_.rank = connections_.rank;
   resources_.domains = connections_.domains;
@@ -178,7 +178,7 @@ World::World(Connections connections, Parking& parking, bool data_checksums)
 }
 
 // Also where ranks of a host share no memory.
-int World::rank_on_host() const {
+int ConnectedRank::rank_on_host() const {
   int lower = 0;
   for (std::size_t rank = 0; rank < connections_.pids.size(); ++rank) {
     if (static_cast<int>(rank) < connections_.rank && connections_.pids[rank] > 0) ++lower;
@@ -187,15 +187,17 @@ int World::rank_on_host() const {
 }
 
 // One that has failed closes its connections, too: why is what counts.
-void World::on_lost(int rank) const { throw Failure(abort_reason().value_or(error_of_loss(rank))); }
+void ConnectedRank::on_lost(int rank) const {
+  throw Failure(abort_reason().value_or(error_of_loss(rank)));
+}
 
-Error World::error_of_loss(int rank) const {
+Error ConnectedRank::error_of_loss(int rank) const {
   return {ErrorCode::kPeerLost, described(rank) + " was lost to rank " +
                                     std::to_string(connections_.rank) +
                                     ": it ended or was cut off without shutdown()"};
 }
 
-std::optional<Error> World::abort_reason() const {
+std::optional<Error> ConnectedRank::abort_reason() const {
   if (!segment_) return std::nullopt;
   if (auto reason = segment_->abort_reason()) return reason;
   const int dead = death_watch_ ? death_watch_->found() : -1;
@@ -203,12 +205,12 @@ std::optional<Error> World::abort_reason() const {
   return error_of_loss(here()[static_cast<std::size_t>(dead)]);
 }
 
-std::vector<int> World::dead_here() const {
+std::vector<int> ConnectedRank::dead_here() const {
   std::lock_guard lock(transport_mutex_);
   return death_watch_ ? ranks_of(death_watch_->dead()) : dead_here_;
 }
 
-std::vector<shm::LocalPeer> World::local_peers() const {
+std::vector<shm::LocalPeer> ConnectedRank::local_peers() const {
   std::vector<shm::LocalPeer> peers;
   for (std::size_t i = 0; i < here().size(); ++i) {
     const int rank = here()[i];
@@ -218,7 +220,7 @@ std::vector<shm::LocalPeer> World::local_peers() const {
   return peers;
 }
 
-std::vector<int> World::subtree_of(int domain) const {
+std::vector<int> ConnectedRank::subtree_of(int domain) const {
   std::vector<int> ranks = connections_.domains[static_cast<std::size_t>(domain)];
   for (int d = domain + 1; d < static_cast<int>(connections_.domains.size()); ++d) {
     if (tree_parent(d) != domain) continue;
@@ -229,7 +231,7 @@ std::vector<int> World::subtree_of(int domain) const {
   return ranks;
 }
 
-std::unique_ptr<Channel> World::connect_parent() {
+std::unique_ptr<Channel> ConnectedRank::connect_parent() {
   if (local_ != 0) {
     return std::make_unique<shm::ShmChannel>(segment_->ring_to_leader(local_),
                                              segment_->ring_from_leader(local_), *peers_, 0,
@@ -240,13 +242,13 @@ std::unique_ptr<Channel> World::connect_parent() {
   return connect_leader(leader);
 }
 
-std::unique_ptr<Channel> World::connect_leader(int rank) {
+std::unique_ptr<Channel> ConnectedRank::connect_leader(int rank) {
   return std::make_unique<tcp::TcpChannel>(
       connections_.control_fds.at(rank), connections_.control_keys.at(rank),
       tcp::TcpChannel::Ends{connections_.rank, rank, described(rank)}, parking_);
 }
 
-std::vector<Child> World::connect_children() {
+std::vector<Child> ConnectedRank::connect_children() {
   std::vector<Child> children;
   if (local_ != 0) return children;
   for (int local = 1; local < static_cast<int>(here().size()); ++local) {
@@ -264,7 +266,7 @@ std::vector<Child> World::connect_children() {
   return children;
 }
 
-std::unique_ptr<Backend> World::make_backend(const std::string& name) {
+std::unique_ptr<Backend> ConnectedRank::make_backend(const std::string& name) {
   if (const std::size_t colon = name.find(':'); colon != std::string::npos) {
     std::vector<std::string> kinds;
     std::istringstream listed(name.substr(colon + 1));
@@ -283,7 +285,8 @@ std::unique_ptr<Backend> World::make_backend(const std::string& name) {
   return std::make_unique<mpi::MpiBackend>(*mpi_);
 }
 
-void World::prepare_nccl(Backend& staged, Backend& between_hosts, const EngineOptions& options) {
+void ConnectedRank::prepare_nccl(Backend& staged, Backend& between_hosts,
+                                 const EngineOptions& options) {
   const auto is_required = [](const std::string& name) { return base_of(name) == "nccl"; };
   nccl::Settings settings{.libraries = connections_.nccl_libraries,
                           .required = std::ranges::any_of(connections_.backends, is_required),
@@ -300,7 +303,7 @@ void World::prepare_nccl(Backend& staged, Backend& between_hosts, const EngineOp
   between_hosts_ = &between_hosts;
 }
 
-void World::spread_abort(const Error& error) noexcept {
+void ConnectedRank::spread_abort(const Error& error) noexcept {
   // MPI would wait for ranks that do not come any more.
   if (connections_.mpi) connections_.mpi->runtime().give_up();
   if (segment_) {
@@ -310,12 +313,12 @@ void World::spread_abort(const Error& error) noexcept {
   if (transport_) transport_->say_failure(error);
 }
 
-void World::leave() noexcept {
+void ConnectedRank::leave() noexcept {
   if (segment_) segment_->departed_flag(local_).store(1);
   if (transport_) transport_->say_goodbye();
 }
 
-void World::tell_removals(std::uint64_t count) noexcept {
+void ConnectedRank::tell_removals(std::uint64_t count) noexcept {
   if (!segment_) return;
   segment_->removals(local_).store(count);
   for (int m = 0; m < static_cast<int>(here().size()); ++m) {
@@ -323,7 +326,7 @@ void World::tell_removals(std::uint64_t count) noexcept {
   }
 }
 
-void World::close() noexcept {
+void ConnectedRank::close() noexcept {
   parking_.set_sleep_flag(nullptr);
   std::lock_guard lock(transport_mutex_);
   if (death_watch_) dead_here_ = ranks_of(death_watch_->dead());
@@ -335,14 +338,14 @@ void World::close() noexcept {
   connections_.mpi.reset();
 }
 
-std::optional<ProcessState> World::look_beside(int rank) const {
+std::optional<ProcessState> ConnectedRank::look_beside(int rank) const {
   const auto index = static_cast<std::size_t>(rank);
   const bool may_look = index < connections_.pids.size() && connections_.pids[index] > 0;
   if (!may_look || rank == connections_.rank) return std::nullopt;
   return process_state(connections_.pids[index]);
 }
 
-void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
+void ConnectedRank::add_counters(std::map<std::string, std::uint64_t>& counters) const {
   counters["staged_bytes"] = staging_->bytes();
   counters["nccl_bytes"] = nccl_ ? nccl_->bytes() : 0;
   counters["shm_bytes"] = resources_.shm_bytes.load(std::memory_order_relaxed);
@@ -380,30 +383,32 @@ std::unique_ptr<Engine> make_engine(Connections connections, EngineOptions optio
   const int rank = connections.rank;
   const std::vector<std::string> backends = connections.backends;
   auto parking = std::make_unique<Parking>();
-  auto world = std::make_unique<World>(std::move(connections), *parking, options.data_checksums);
-  host::Resources& resources = world->resources();
+  auto connected =
+      std::make_unique<ConnectedRank>(std::move(connections), *parking, options.data_checksums);
+  host::Resources& resources = connected->resources();
   resources.reproducible = options.reproducible;
   resources.attaching = static_cast<host::Attaching>(options.attaching);
   EngineParts parts;
-  parts.parent = world->connect_parent();
-  parts.children = world->connect_children();
+  parts.parent = connected->connect_parent();
+  parts.children = connected->connect_children();
   for (const std::string& name : backends) {
     if (is_nccl(name)) continue;
     if (name == "host") parts.on_cpu = parts.backends.size();
-    parts.backends.push_back(world->make_backend(name));
+    parts.backends.push_back(connected->make_backend(name));
   }
-  auto staged = world->make_staged_backend(*parts.backends[parts.on_cpu]);
+  auto staged = connected->make_staged_backend(*parts.backends[parts.on_cpu]);
   const auto reduces_on_cpus = [](const auto& backend) {
     return backend->supports(OpKind::kAllreduce, DType::kFloat32, ReduceOp::kSum, DeviceKind::kCpu);
   };
-  world->prepare_nccl(*staged, **std::ranges::find_if(parts.backends, reduces_on_cpus), options);
+  connected->prepare_nccl(*staged, **std::ranges::find_if(parts.backends, reduces_on_cpus),
+                          options);
   // Operations on CPUs ask the backends in order, and these are never theirs.
   for (const std::string& name : backends) {
-    if (is_nccl(name)) parts.backends.push_back(world->make_backend(name));
+    if (is_nccl(name)) parts.backends.push_back(connected->make_backend(name));
   }
   parts.backends.push_back(std::move(staged));
-  parts.devices = world->devices();
-  parts.liveness = std::move(world);
+  parts.devices = connected->devices();
+  parts.liveness = std::move(connected);
   return std::make_unique<Engine>(rank, std::move(sets), std::move(parking), std::move(parts),
                                   std::move(options), resources.overlap);
 }

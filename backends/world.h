@@ -13,7 +13,7 @@
 namespace polyhvd {
 
 namespace mpi {
-class Session;
+class JobCommunicator;
 }
 
 // What connects a rank to the others; see polyhvd/runtime/connections.py, its Python form.
@@ -34,11 +34,11 @@ struct Connections {
   // First choice first; "mpi:allreduce+broadcast" is one for only these operations, and "nccl?"
   // one that need not be found.
   std::vector<std::string> backends{"host"};
-  std::shared_ptr<mpi::Session> mpi;        // all ranks in their order; may be null
-  std::vector<std::string> nccl_libraries;  // where NCCL may be, the likeliest first
-  bool shares_gpus = false;                 // NCCL_MULTI_RANK_GPU_ENABLE is set
-  bool hierarchical = false;                // NCCL reduces within hosts, CPUs between them
-  bool watches_deaths = true;               // see shm::DeathWatch; the same on all ranks
+  std::shared_ptr<mpi::JobCommunicator> mpi;  // all ranks in their order; may be null
+  std::vector<std::string> nccl_libraries;    // where NCCL may be, the likeliest first
+  bool shares_gpus = false;                   // NCCL_MULTI_RANK_GPU_ENABLE is set
+  bool hierarchical = false;                  // NCCL reduces within hosts, CPUs between them
+  bool watches_deaths = true;                 // see shm::DeathWatch; the same on all ranks
 };
 
 // Parent of a domain in the control tree; -1 for domain 0. As tree_parent() of connections.py.

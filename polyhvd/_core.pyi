@@ -213,7 +213,7 @@ class Engine:
         *,
         job: str,  # names it on this host, for flight dumps
         nccl_libraries: Sequence[str] = (),  # paths and file names at which NCCL may be
-        mpi: MpiSession | None = None,  # all ranks in their order, as MPI knows them
+        mpi: MpiJobCommunicator | None = None,  # all ranks in their order, as MPI knows them
     ) -> None: ...
     def submit(
         self,
@@ -302,7 +302,7 @@ class MpiRuntime:
 
         Raises InvalidArgumentError when MPI serves only one thread.
         """
-    def meet(self, communicator: int | None, ranks: Sequence[int], timeout_s: float) -> MpiSession:
+    def meet(self, communicator: int | None, ranks: Sequence[int], timeout_s: float) -> MpiJobCommunicator:
         """Meet all ranks of a communicator (None: MPI's world), or those of its ranks that are given."""
     def finish(self) -> None:
         """Finalise MPI, if it was initialised here and no job has failed; Ctrl-C ends the wait for others."""
@@ -313,15 +313,15 @@ class MpiRuntime:
     family: str
     threads_supported: bool  # other threads may call MPI, too
 
-class MpiSession:
-    """The ranks of a job, as MPI knows them."""
+class MpiJobCommunicator:
+    """A communicator of all ranks of a job, in their order."""
 
     rank: int
     size: int
     def hosts(self) -> list[int]:
         """For each rank the first one that shares memory with it; on all ranks together."""
     def gather(self, mine: bytes) -> list[bytes]:
-        """What each rank says; on all ranks together."""
+        """The bytes of each rank, in order; on all ranks together."""
 
 def probe_mpi(names: Sequence[str]) -> tuple[str, str]:
     """Path and version of the first library that is there; raises InvalidArgumentError when none is."""

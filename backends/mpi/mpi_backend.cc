@@ -8,11 +8,11 @@
 
 namespace polyhvd::mpi {
 
-Resources::Resources(std::shared_ptr<Session> session, const host::Resources& host)
-    : session_(std::move(session)), host_(host), reductions_(library()) {
+Resources::Resources(std::shared_ptr<JobCommunicator> job, const host::Resources& host)
+    : job_(std::move(job)), host_(host), reductions_(library()) {
   transport_ = std::make_unique<MpiTransport>(*this);
   bytes_only_.rank = host.rank;
-  for (int rank = 0; rank < session_->size(); ++rank) {
+  for (int rank = 0; rank < job_->size(); ++rank) {
     bytes_only_.domains.push_back({rank});
     bytes_only_.domain_of.push_back(rank);
   }
@@ -36,7 +36,7 @@ void Resources::give_up_after(Wait&& wait) {
   try {
     wait();
   } catch (...) {
-    session_->runtime().give_up();
+    job_->runtime().give_up();
     throw;
   }
 }

@@ -32,14 +32,14 @@ struct Flight {
 class Resources {
  public:
   // `host` is this rank's, for what does not depend on MPI.
-  Resources(std::shared_ptr<Session> session, const host::Resources& host);
+  Resources(std::shared_ptr<JobCommunicator> job, const host::Resources& host);
   ~Resources();
   Resources(const Resources&) = delete;
   Resources& operator=(const Resources&) = delete;
 
-  Session& session() const noexcept { return *session_; }
-  Library& library() const noexcept { return session_->library(); }
-  bool usable() const noexcept { return session_->runtime().usable(); }
+  JobCommunicator& job() const noexcept { return *job_; }
+  Library& library() const noexcept { return job_->library(); }
+  bool usable() const noexcept { return job_->runtime().usable(); }
   Reductions& reductions() noexcept { return reductions_; }
   // Ranks that share nothing but MPI.
   host::Resources& bytes_only() noexcept { return bytes_only_; }
@@ -57,8 +57,8 @@ class Resources {
   // where MPI serves one thread at a time, nor beside a call that another thread of ours waits in.
   void move_along(bool pending) {
     if (!usable()) return;
-    if (session_->runtime().threads() != ThreadLevel::kMultiple && (!pending || calling_)) return;
-    library().move_along(session_->communicator());
+    if (job_->runtime().threads() != ThreadLevel::kMultiple && (!pending || calling_)) return;
+    library().move_along(job_->communicator());
   }
   // Moves control traffic along, between the steps of a long transfer.
   void overlap() const { host_.overlap(); }
@@ -72,7 +72,7 @@ class Resources {
   template <class Wait>
   void give_up_after(Wait&& wait);
 
-  std::shared_ptr<Session> session_;
+  std::shared_ptr<JobCommunicator> job_;
   bool calling_ = false;  // await(BlockingCall) waits; the driver's
   const host::Resources& host_;
   Reductions reductions_;

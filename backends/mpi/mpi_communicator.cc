@@ -93,7 +93,7 @@ MpiCommunicator::MpiCommunicator(Resources& resources, ProcessSetId set,
       set_(set),
       members_(members.begin(), members.end()),
       size_(members.size()),
-      self_(static_cast<std::size_t>(std::ranges::find(members, resources.session().rank()) -
+      self_(static_cast<std::size_t>(std::ranges::find(members, resources.job().rank()) -
                                      members.begin())) {
   for (auto& flight : flights_) flight = std::make_unique<Flight>();
   if (resources.are_on_one_host(members)) {
@@ -111,8 +111,8 @@ MpiCommunicator::~MpiCommunicator() {
 
 Handle MpiCommunicator::connected(Deadline deadline) {
   if (!communicator_) {
-    const auto making = resources_.session().runtime().make_group(
-        resources_.session().communicator(), members_, static_cast<int>(set_) % kTagModulus);
+    const auto making = resources_.job().runtime().make_group(
+        resources_.job().communicator(), members_, static_cast<int>(set_) % kTagModulus);
     resources_.await(*making.call, deadline);
     communicator_ = *making.made;
   }

@@ -29,7 +29,7 @@ void MpiTransport::post(int to, ConstBytes out) {
     std::memcpy(flight->sent.data(), part.data(), part.size());
     flight->flying = true;
     resources_.library().start_send(flight->sent.data(), static_cast<int>(part.size()), to,
-                                    resources_.session().communicator(), flight->request);
+                                    resources_.job().communicator(), flight->request);
     posted_[to].push_back(std::move(flight));
     resources_.count(part.size());
     bytes_sent_.fetch_add(part.size(), std::memory_order_relaxed);
@@ -55,7 +55,7 @@ void MpiTransport::settle(std::size_t most, Deadline deadline) {
 
 void MpiTransport::exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) {
   Library& library = resources_.library();
-  const Handle all = resources_.session().communicator();
+  const Handle all = resources_.job().communicator();
   for (std::size_t at = 0; at < std::max(out.size(), in.size()); at += kMessageBytes) {
     const std::size_t sent = at < out.size() ? std::min(kMessageBytes, out.size() - at) : 0;
     const std::size_t received = at < in.size() ? std::min(kMessageBytes, in.size() - at) : 0;

@@ -117,9 +117,10 @@ Handle Runtime::await(const Making& making, std::chrono::duration<double> timeou
   return *making.made;
 }
 
-std::shared_ptr<Session> Runtime::meet(std::optional<std::intptr_t> communicator,
-                                       std::span<const int> ranks,
-                                       std::chrono::duration<double> timeout, const Tick& tick) {
+std::shared_ptr<JobCommunicator> Runtime::meet(std::optional<std::intptr_t> communicator,
+                                               std::span<const int> ranks,
+                                               std::chrono::duration<double> timeout,
+                                               const Tick& tick) {
   Handle base = communicator ? library_->handle_of(*communicator) : library_->world();
   if (library_->joins_two_groups(base)) {
     throw Failure(ErrorCode::kInvalidArgument,
@@ -141,7 +142,7 @@ std::shared_ptr<Session> Runtime::meet(std::optional<std::intptr_t> communicator
                                      std::to_string(std::lround(timeout.count())) +
                                      " s for all ranks of the list to call init(comm=[...]); "
                                      "POLYHVD_START_TIMEOUT sets the time");
-    return std::make_shared<Session>(shared_from_this(), members, timeout);
+    return std::make_shared<JobCommunicator>(shared_from_this(), members, timeout);
   }
   // Not to be on the stack when a wait was given up: MPI still writes to them.
   struct Duplicate {
@@ -162,7 +163,7 @@ std::shared_ptr<Session> Runtime::meet(std::optional<std::intptr_t> communicator
     throw;
   }
   library_->return_errors(duplicate->communicator);
-  return std::make_shared<Session>(shared_from_this(), duplicate->communicator, timeout);
+  return std::make_shared<JobCommunicator>(shared_from_this(), duplicate->communicator, timeout);
 }
 
 void Runtime::give_up() noexcept {
@@ -182,36 +183,37 @@ void Runtime::finish(const Tick& tick) {
   call->check();
 }
 
-Session::Session(std::shared_ptr<Runtime> runtime, Handle communicator,
-                 std::chrono::duration<double> timeout)
+JobCommunicator::JobCommunicator(std::shared_ptr<Runtime> runtime, Handle communicator,
+                                 std::chrono::duration<double> timeout)
     : runtime_(std::move(runtime)),
       communicator_(communicator),
       timeout_(timeout),
       rank_(runtime_->library().rank(communicator)),
       size_(runtime_->library().size(communicator)) {}
 
-Session::~Session() {
+JobCommunicator::~JobCommunicator() {
   if (runtime_->usable()) library().free_communicator(communicator_);
 }
 
-std::vector<int> Session::hosts(const Runtime::Tick& tick) {
+std::vector<int> JobCommunicator::hosts(const Runtime::Tick& tick) {
   const Handle local =
       runtime_->await(runtime_->split_by_host(communicator_), timeout_, tick, late());
   // The split keeps the order of ranks.
-  Session here(runtime_, local, timeout_);
+  JobCommunicator here(runtime_, local, timeout_);
   const std::string first = here.gather(std::to_string(rank_), tick).front();
   std::vector<int> hosts;
   for (const std::string& text : gather(first, tick)) hosts.push_back(std::stoi(text));
   return hosts;
 }
 
-std::string Session::late() const {
+std::string JobCommunicator::late() const {
   return "rank " + std::to_string(rank_) + " waited " +
          std::to_string(std::lround(timeout_.count())) +
          " s for other ranks in init(); POLYHVD_START_TIMEOUT sets the time";
 }
 
-std::vector<std::string> Session::gather(const std::string& mine, const Runtime::Tick& tick) {
+std::vector<std::string> JobCommunicator::gather(const std::string& mine,
+                                                 const Runtime::Tick& tick) {
   // On the heap, and left there when the wait is given up: MPI still writes to it.
   struct Transfer {
     std::string mine;

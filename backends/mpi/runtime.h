@@ -16,7 +16,7 @@
 
 namespace polyhvd::mpi {
 
-class Session;
+class JobCommunicator;
 
 // One per process: MPI can be initialised once in its life.
 class Runtime : public std::enable_shared_from_this<Runtime> {
@@ -38,9 +38,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool initialize(std::chrono::duration<double> timeout, const Tick& tick);
   // The ranks of a communicator, by default of MPI's world; or of those of its ranks that are
   // given, this one among them. All of them call it, within `timeout`.
-  std::shared_ptr<Session> meet(std::optional<std::intptr_t> communicator,
-                                std::span<const int> ranks, std::chrono::duration<double> timeout,
-                                const Tick& tick);
+  std::shared_ptr<JobCommunicator> meet(std::optional<std::intptr_t> communicator,
+                                        std::span<const int> ranks,
+                                        std::chrono::duration<double> timeout, const Tick& tick);
 
   // Begins to make a communicator of ranks of another one. All of them call it, whereas MPI may
   // never say that one does not come: a caller that stops waiting gives up.
@@ -77,14 +77,14 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 };
 
 // A communicator of our own over all ranks of a job, in their order.
-class Session {
+class JobCommunicator {
  public:
   // Takes a communicator whose errors come back.
-  Session(std::shared_ptr<Runtime> runtime, Handle communicator,
-          std::chrono::duration<double> timeout);
-  ~Session();
-  Session(const Session&) = delete;
-  Session& operator=(const Session&) = delete;
+  JobCommunicator(std::shared_ptr<Runtime> runtime, Handle communicator,
+                  std::chrono::duration<double> timeout);
+  ~JobCommunicator();
+  JobCommunicator(const JobCommunicator&) = delete;
+  JobCommunicator& operator=(const JobCommunicator&) = delete;
 
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }

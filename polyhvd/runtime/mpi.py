@@ -258,7 +258,7 @@ class MpiJob:
     """Ranks that have met through MPI; close it when their world has ended."""
 
     placement: Placement
-    session: _core.MpiSession
+    communicator: _core.MpiJobCommunicator
     world: tuple[object, Sequence[int] | None]
     #: Of the rendezvous that world rank 0 serves; empty in a world of one.
     endpoint: str = ""
@@ -270,7 +270,7 @@ class MpiJob:
 
         ``mine`` has None for a set made of ranks, which must be the same on all ranks.
         """
-        gathered = [json.loads(text) for text in self.session.gather(json.dumps(mine).encode())]
+        gathered = [json.loads(text) for text in self.communicator.gather(json.dumps(mine).encode())]
         resolved = []
         for position in range(len(mine)):
             named = [sets[position] if position < len(sets) else None for sets in gathered]
@@ -309,15 +309,17 @@ def join(settings: Settings, comm: object, ranks: Sequence[int] | None, *, after
     if _runtime is None:
         _runtime = open_library(settings)
     start(_runtime, settings)
-    session = _runtime.meet(_handle_of(comm), list(ranks or ()), settings.start_timeout_s)
-    _check_size(session, _runtime, whole=comm is None and not ranks)
+    communicator = _runtime.meet(_handle_of(comm), list(ranks or ()), settings.start_timeout_s)
+    _check_size(communicator, _runtime, whole=comm is None and not ranks)
     mine = json.dumps({"name": socket.gethostname(), "after": after}).encode(errors="surrogateescape")
-    gathered = [json.loads(text) for text in session.gather(mine)]
+    gathered = [json.loads(text) for text in communicator.gather(mine)]
     generation = 1 + max(int(other["after"]) for other in gathered)
-    hosts = session.hosts()
-    job = MpiJob(placements(list(map(str, hosts)), generation)[session.rank], session, (comm, ranks))
+    hosts = communicator.hosts()
+    job = MpiJob(
+        placements(list(map(str, hosts)), generation)[communicator.rank], communicator, (comm, ranks)
+    )
     _last = job
-    if session.size > 1:
+    if communicator.size > 1:
         _open_rendezvous(job, settings, hosts, [str(other["name"]) for other in gathered])
     return job
 
@@ -341,17 +343,17 @@ def _open_rendezvous(job: MpiJob, settings: Settings, hosts: Sequence[int], name
             offer = {"endpoint": job.server.endpoint, "secret": secret}
         except (OSError, ValueError) as error:
             offer = {"error": f"rank 0 cannot serve the rendezvous: {error}"}
-    offered = json.loads(job.session.gather(json.dumps(offer).encode())[0])
+    offered = json.loads(job.communicator.gather(json.dumps(offer).encode())[0])
     if "error" in offered:
         raise HorovodInternalError(offered["error"])
     job.endpoint, job.secret = offered["endpoint"], offered["secret"]
 
 
-def _check_size(session: _core.MpiSession, library: _core.MpiRuntime, *, whole: bool) -> None:
+def _check_size(communicator: _core.MpiJobCommunicator, library: _core.MpiRuntime, *, whole: bool) -> None:
     """Refuse a library that does not belong to the launcher: each process would be a separate world."""
     launched, launch = Launched.from_environment(), mpi_launch()
     expected = max(launched.size, launch.size if launch else 0)
-    if whole and session.size != expected and session.size == 1:
+    if whole and communicator.size != expected and communicator.size == 1:
         launcher = "polyhvdrun" if launched.rendezvous else f"the launcher of {launch and launch.launcher}"
         raise ConfigError(
             f"{launcher} has started {expected} ranks, but for {library.version} ({library.path}) this "

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from polyhvd import _core
@@ -104,8 +104,9 @@ class World:
         self._data_counted = dict.fromkeys(DATA_COUNTERS, 0)
         self._data_wait_ns = 0
         self._mailbox_thread = MailboxThread()
+        connections.watches_deaths = member is not None
         try:
-            session = None if met_by_mpi is None or not settings.moves_by_mpi else met_by_mpi.session
+            mpi_job = met_by_mpi if settings.moves_by_mpi else None
             self.engine = _core.Engine(
                 connections,
                 settings,
@@ -113,7 +114,7 @@ class World:
                 self._mailbox_thread.mailbox,
                 job=job,
                 nccl_libraries=gpu.nccl_libraries(settings) if settings.may_use_nccl else (),
-                mpi=session,
+                mpi=None if mpi_job is None else mpi_job.communicator,
             )
         except BaseException:
             self._mailbox_thread.close()
@@ -127,6 +128,7 @@ class World:
         placement: Placement = ONE_RANK,
         store: Store | None = None,
         process_sets: Sequence[Sequence[int]] = (),
+        objects: Iterable[tuple[int | None, Member]] = (),
         *,
         met_by_mpi: mpi.MpiJob | None = None,
         member: int | None = None,
@@ -141,6 +143,7 @@ class World:
             store: where all ranks of the placement's generation meet; None: a world of one. It stays the
                 caller's, and is not needed any more when this returns.
             process_sets: ranks of the process sets 1, 2, ..., the same on every rank.
+            objects: that stand for process sets, each with its number; None: that process set is lost.
             met_by_mpi: how MPI knows these ranks, if they have met through it.
             member: the number of this process in its elastic job; None: the job is not elastic.
             counted: what this process has counted in former worlds of that job.
@@ -160,8 +163,7 @@ class World:
         settings.engine_core(placement.local_rank, placement.local_size)  # may raise
         listed = [list(ranks) for ranks in process_sets]
         connections = bootstrap.connect(settings, placement, store, listed)
-        connections.watches_deaths = member is not None
-        return cls(
+        world = cls(
             settings,
             placement,
             connections,
@@ -171,6 +173,11 @@ class World:
             counted=counted,
             prologue=prologue,
         )
+        for number, item in objects:
+            item.ranks = listed[number - 1] if number else []
+            if number:
+                world.register(item, number)
+        return world
 
     def __enter__(self) -> World:
         return self

@@ -21,7 +21,7 @@ namespace polyhvd {
   LOCK(signal_listeners) /* DumpSignal: held while engines write their flight dumps */           \
   LOCK(flight_header)    /* FlightDump: while the ring is written down as text */                \
   LOCK(flight_desk)      /* FlightDump: the text that its thread puts into a file */             \
-  LOCK(transport)        /* World: connections are closed under it, which takes those below */   \
+  LOCK(transport)        /* ConnectedRank: closes connections under it, and takes those below */ \
   LOCK(tuning)           /* Tuner: two values are copied */                                      \
   LOCK(mailbox)          /* Mailbox: lines, samples, stacks; wakes the driver with it */         \
   LOCK(queue)            /* OpQueue: drops operations under it, and with them device events */   \

@@ -125,10 +125,10 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
  public:
   PyEngine(const py::object& connected, const py::object& settings, const py::object& placement,
            const std::shared_ptr<Mailbox>& mailbox, const std::string& job,
-           const py::object& nccl_libraries, std::shared_ptr<mpi::Session> session) {
+           const py::object& nccl_libraries, std::shared_ptr<mpi::JobCommunicator> by_mpi) {
     Connections connections = read_connections(connected, settings);
     connections.nccl_libraries = paths_of(nccl_libraries);
-    connections.mpi = std::move(session);
+    connections.mpi = std::move(by_mpi);
     EngineOptions options =
         read_options(settings, placement, job, mailbox, connections.watches_deaths);
     {
@@ -569,7 +569,7 @@ PYBIND11_MODULE(_core, m) {
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(m, "Engine")
       .def(py::init<const py::object&, const py::object&, const py::object&,
                     const std::shared_ptr<Mailbox>&, const std::string&, const py::object&,
-                    std::shared_ptr<mpi::Session>>(),
+                    std::shared_ptr<mpi::JobCommunicator>>(),
            py::arg("connections"), py::arg("settings"), py::arg("placement"), py::arg("mailbox"),
            py::arg("job"), py::arg("nccl_libraries") = py::tuple(), py::arg("mpi") = py::none())
       .def("submit", &PyEngine::submit, py::arg("kind"), py::arg("name"), py::arg("inputs"),

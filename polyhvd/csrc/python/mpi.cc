@@ -31,16 +31,17 @@ std::shared_ptr<mpi::Runtime> open_mpi(const py::sequence& places, bool several)
       names, several ? mpi::ThreadLevel::kMultiple : mpi::ThreadLevel::kSerialized);
 }
 
-std::shared_ptr<mpi::Session> meet(mpi::Runtime& runtime, std::optional<std::intptr_t> communicator,
-                                   const std::vector<int>& ranks, double timeout_s) {
+std::shared_ptr<mpi::JobCommunicator> meet(mpi::Runtime& runtime,
+                                           std::optional<std::intptr_t> communicator,
+                                           const std::vector<int>& ranks, double timeout_s) {
   return runtime.meet(communicator, ranks, std::chrono::duration<double>(timeout_s), check_signals);
 }
 
-std::vector<py::bytes> gather(mpi::Session& session, const std::string& mine) {
+std::vector<py::bytes> gather(mpi::JobCommunicator& job, const std::string& mine) {
   std::vector<std::string> texts;
   {
     const WithoutGil without_gil;
-    texts = session.gather(mine, check_signals);
+    texts = job.gather(mine, check_signals);
   }
   return {texts.begin(), texts.end()};
 }
@@ -77,12 +78,12 @@ void define_mpi(py::module_& m) {
       .def_property_readonly("threads_supported", [](const mpi::Runtime& self) {
         return self.threads() == mpi::ThreadLevel::kMultiple;
       });
-  py::class_<mpi::Session, std::shared_ptr<mpi::Session>>(m, "MpiSession")
+  py::class_<mpi::JobCommunicator, std::shared_ptr<mpi::JobCommunicator>>(m, "MpiJobCommunicator")
       .def(
-          "hosts", [](mpi::Session& self) { return self.hosts(check_signals); }, Released())
+          "hosts", [](mpi::JobCommunicator& self) { return self.hosts(check_signals); }, Released())
       .def("gather", &gather, py::arg("mine"))
-      .def_property_readonly("rank", &mpi::Session::rank)
-      .def_property_readonly("size", &mpi::Session::size);
+      .def_property_readonly("rank", &mpi::JobCommunicator::rank)
+      .def_property_readonly("size", &mpi::JobCommunicator::size);
 }
 
 }  // namespace polyhvd
