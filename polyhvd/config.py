@@ -171,9 +171,13 @@ class _Table:
         return cls(**values)
 
 
-def _pipe(text: str) -> int:
-    """The descriptor of a pipe, or -1. A wrapper may have closed it, and opened another file."""
-    descriptor, _, inode = text.partition(":")
+def _pipe(name: str) -> int:
+    """The descriptor of a pipe, or -1. A wrapper may have closed it, and opened another file.
+
+    Args:
+        name: of the variable, a row of :class:`Launched`, without its prefix.
+    """
+    descriptor, _, inode = os.environ.get(_PREFIXES[0] + name, "").partition(":")
     with contextlib.suppress(OSError, ValueError):
         found = os.fstat(int(descriptor))
         if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):
@@ -498,12 +502,12 @@ class Settings(_Table):
     @property
     def report_descriptor(self) -> int:
         """The pipe to the launcher for reports, or -1."""
-        return _pipe(Launched.from_environment().report)
+        return _pipe("REPORT")
 
     @property
     def signals_descriptor(self) -> int:
         """The pipe to the agent for signals, or -1."""
-        return _pipe(Launched.from_environment().signals)
+        return _pipe("SIGNALS")
 
     @property
     def attaching(self) -> int:

@@ -143,7 +143,7 @@ def looped(
                 error = translate(raised)
                 if not isinstance(error, HorovodInternalError) or isinstance(error, RankMismatchError):
                     raise
-                if reset is None and _rejoin_function() is None:
+                if reset is None and _member() is None:
                     _LOG.error(
                         "elastic: this job is not elastic, so that it ends with the loss of a rank; start it "
                         "with polyhvdrun --min-np N"
@@ -164,9 +164,10 @@ def looped(
     return cast(Callable[Concatenate[S, P], T], wrapper)
 
 
-def _rejoin_function() -> Callable[[], None] | None:
+def _member() -> process.Process | None:
+    """This process as a member of an elastic job that has been in a world; else None."""
     member = process.find()
-    return None if member is None else member.rejoin
+    return member if member is not None and member.worlds else None
 
 
 def _is_skipped(number: int) -> bool:
@@ -199,7 +200,7 @@ def _leave() -> None:
 
 
 def _rejoin() -> None:
-    rejoin = _rejoin_function()
-    if rejoin is None:
+    member = _member()
+    if member is None:
         raise HorovodInternalError("elastic: the world cannot change: this job is not elastic")
-    rejoin()
+    member.rejoin()

@@ -1,6 +1,7 @@
 """This process as a member of an elastic job: its connection, its place requests, and how it joins again.
 
-There is one in a process at most, made by the first ``init()``: :mod:`polyhvd.launch.providers.elastic`.
+There is one in a process at most, made by the first ``init()``: :mod:`polyhvd.launch.providers.elastic`. From
+then on :meth:`Process.rejoin` enters each next world.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 
+from polyhvd import log
 from polyhvd.collectives.adapter import OpKind
-from polyhvd.config import Settings
+from polyhvd.config import Launched, Settings
 from polyhvd.elastic import leaving
 from polyhvd.elastic.limits import BEGUN, RESUME_STATUS, UNKNOWN
 from polyhvd.elastic.pace import Figure, Pace, SlowRank
@@ -27,11 +29,13 @@ from polyhvd.elastic.places import (
     PlaceRequest,
 )
 from polyhvd.elastic.watch import LauncherWatch
-from polyhvd.observe import tracing
-from polyhvd.observe.autotune import Autotuner
-from polyhvd.rendezvous.store import StoreError
+from polyhvd.errors import HorovodInternalError
+from polyhvd.observe import autotune, tracing
+from polyhvd.rendezvous.client import Client
+from polyhvd.rendezvous.store import Store, StoreError, job_name
 from polyhvd.runtime import current
 from polyhvd.runtime.metrics import SCOPE
+from polyhvd.runtime.placement import Placement
 from polyhvd.runtime.prologue import Prologue
 from polyhvd.runtime.world import Member, World
 
@@ -49,17 +53,21 @@ class Process:
     """See the module. All methods but those about steps run under ``current.lock``.
 
     Args:
+        launched: the launcher's variables of this process.
+        secret: the job's.
         launcher: the connection to the launcher.
         watch: the thread that receives from the launcher while the program runs.
     """
 
-    def __init__(self, launcher: LauncherConnection, watch: LauncherWatch) -> None:
+    def __init__(
+        self, launched: Launched, secret: bytes, launcher: LauncherConnection, watch: LauncherWatch
+    ) -> None:
+        self._launched, self._secret = launched, secret
+        self._settings = Settings()  # of the last init() that has entered a world
         self.launcher = launcher
         self.watch = watch
-        #: Enters the next world as ``init()`` has entered the first; None: there was none yet.
-        self.rejoin: Callable[[], None] | None = None
         #: Of a process that was rank 0 of a job that is tuned.
-        self.autotuner: Autotuner | None = None
+        self._autotuner: autotune.Autotuner | None = None
         self._connected = False
         self._progressed = False
         self._failure = ""
@@ -72,8 +80,7 @@ class Process:
         self._sets: list[list[int]] = []  # of the present world or the last: members of each, some of none
         self._numbers: list[int | None] = []  # of each in the present world
         self._objects: list[tuple[Member, int]] = []  # of the last world, and which of these each was
-        #: Counters of this process from former worlds.
-        self.counted: dict[str, int] = {}
+        self._counted: dict[str, int] = {}  # by this process in former worlds
         #: The last outermost call of an elastic function, from 1.
         self.call = 0
         #: The number of the last commit of that call's state, set before this process asks for its next
@@ -185,8 +192,84 @@ class Process:
         if (world := current.find()) is not None:
             self._timeline = tracing.hand_over(world)
             counted = {name: value for name, value in world.counters().items() if name != "pending"}
-            self.counted = {**counted, "world_changes": self.worlds}
+            self._counted = {**counted, "world_changes": self.worlds}
         current.leave()
+
+    def join(self, settings: Settings) -> tuple[Placement, Store | None]:
+        """Wait for a place in the next world, and connect to the store in which its ranks meet.
+
+        Args:
+            settings: of this process.
+
+        Returns:
+            The place, and the store; None in a world of one.
+
+        Raises:
+            HorovodInternalError: the store cannot be reached.
+            SystemExit: the job is over, or does not need this process any more; or the launcher is gone.
+        """
+        reply = self.next_place()
+        placement = reply.placement(self.launcher.member)
+        if placement.size == 1:
+            return placement, None
+        try:
+            store = Client(
+                reply.rendezvous or self._launched.rendezvous,
+                self._secret,
+                rank=placement.rank,
+                generation=placement.generation,
+                deadline=time.monotonic() + settings.start_timeout_s,
+            )
+        except StoreError as error:
+            raise _unreachable(self.launcher.member, error) from None
+        store.job = job_name("elastic", self._secret)  # over all generations, wherever their members meet
+        return placement, store
+
+    def enter(
+        self,
+        settings: Settings,
+        placement: Placement,
+        store: Store | None,
+        lists: Sequence[Sequence[int]],
+        objects: Iterable[tuple[int | None, Member]] = (),
+    ) -> None:
+        """Connect the next world, and make it the current one.
+
+        Args:
+            settings: of this process.
+            placement, store: as of :meth:`join`.
+            lists: ranks of all process sets.
+            objects: that stand for process sets; see :meth:`World.connect`.
+        """
+        world = World.connect(
+            settings,
+            placement,
+            store,
+            lists,
+            objects,
+            member=self.launcher.member,
+            counted=self._counted,
+            prologue=self.prologue,
+        )
+        try:
+            tracing.begin(world, self.take_timeline())
+            if settings.steps_per_sample(placement.rank, placement.size) > 0:
+                self._autotuner = autotune.begin(world, self._autotuner)
+        except BaseException:
+            world.close()
+            raise
+        self._settings = settings
+        self._entered(world)
+        current.enter(world)
+
+    def rejoin(self) -> None:
+        """Leave the world, if there is one, and enter the next one of the job."""
+        with current.lock:
+            self.leave()
+            placement, store = self.join(self._settings)
+            with store or nullcontext():
+                log.configure(self._settings, placement.rank)
+                self.enter(self._settings, placement, store, self.settle([], [])[0])
 
     def progress(self) -> None:
         """Record that this process has completed a step that the next failure does not undo."""
@@ -274,9 +357,8 @@ class Process:
         places = [number - 1 for number in numbers]
         return unique, [self._numbers[place] if place < len(listed) else None for place in places]
 
-    def entered(self, world: World, rejoin: Callable[[], None]) -> None:
+    def _entered(self, world: World) -> None:
         """The next world is connected: assign the last world's process set objects to its process sets."""
-        self.rejoin = rejoin
         self._connected = True
         self.worlds += 1
         world.engine.behind = self.is_behind
@@ -320,13 +402,37 @@ def find() -> Process | None:
     return _process
 
 
-def become_member(
-    make: Callable[[], LauncherConnection], make_watch: Callable[[LauncherConnection], LauncherWatch]
-) -> Process:
-    """This process as a member, which is made by the first call; raises what the functions do."""
+def become_member(launched: Launched, secret: bytes, deadline: float) -> Process:
+    """This process as a member; the first call makes it.
+
+    Args:
+        launched: the launcher's variables of this process.
+        secret: the job's.
+        deadline: to have reached the launcher, by time.monotonic().
+
+    Raises:
+        HorovodInternalError: the launcher cannot be reached.
+    """
     global _process
     if _process is None:
-        launcher = make()
-        _process = Process(launcher, make_watch(launcher))
-        leaving.handle_sigterm(_process.watch)
+        member, silence_s = launched.member or 0, launched.launcher_timeout_s
+
+        def connected() -> Client:
+            return Client(launched.rendezvous, secret, rank=member, generation=0, deadline=deadline)
+
+        try:
+            store = connected()
+            store.probe(silence_s)
+            launcher = LauncherConnection(store, member)
+            watching = connected()
+            watching.give_up_after(silence_s)
+        except StoreError as error:
+            raise _unreachable(member, error) from None
+        watch = LauncherWatch(watching, launcher, silence_s)
+        _process = Process(launched, secret, launcher, watch)
+        leaving.handle_sigterm(watch)
     return _process
+
+
+def _unreachable(member: int, error: StoreError) -> HorovodInternalError:
+    return HorovodInternalError(f"process {member} of this elastic job: {error}")

@@ -29,8 +29,7 @@ from polyhvd.launch.providers.foreign import foreign_launch
 from polyhvd.launch.providers.mpi import MpiProvider
 from polyhvd.launch.providers.precedence import ALONE, MPI, POLYHVDRUN, PROVIDERS, RAY
 from polyhvd.launch.providers.provider import Claim, Met, Provider
-from polyhvd.observe import tracing
-from polyhvd.observe.autotune import Autotuner
+from polyhvd.observe import autotune, tracing
 from polyhvd.runtime import current, mpi
 from polyhvd.runtime.world import World
 
@@ -43,12 +42,12 @@ _LOG = logging.getLogger("polyhvd")
 _PARENT = "POLYHVD_PARENT"
 #: By the first init() of a process of an elastic job: others may die while they meet.
 _WORLDS_TRIED = 5
-_generation = 0  # of the last world that this process was to be in; under current.lock
+_generation = 0  # of the last world that init() was to enter; under current.lock
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """How this process enters a world: found by ``init()``, and taken again into each next one of its job."""
+    """How this process enters a world, as ``init()`` finds it."""
 
     settings: Settings
     provider: Provider
@@ -78,64 +77,41 @@ class _Entry:
         return process.find()
 
     def connect(
-        self, met: Met, lists: list[list[int]], objects: Iterable[tuple[int | None, ProcessSet]] = ()
+        self, met: Met, lists: list[list[int]], objects: Iterable[tuple[int | None, ProcessSet]]
     ) -> None:
         """Make the world with the ranks that were met the current one.
 
         Args:
             met: as of :meth:`meet`.
             lists: ranks of all process sets.
-            objects: that stand for process sets, with their numbers, from 1; None: it is lost.
+            objects: that stand for process sets; see :meth:`World.connect`.
         """
         global _generation
         settings, (placement, store, job) = self.settings, met
         _generation = placement.generation
         member = self.member()
-        world = World.connect(
-            settings,
-            placement,
-            store,
-            lists,
-            met_by_mpi=job,
-            member=None if member is None else member.launcher.member,
-            counted=None if member is None else member.counted,
-            prologue=None if member is None else member.prologue,
-        )
-        try:
-            tracing.begin(world, None if member is None else member.take_timeline())
-            if settings.steps_per_sample(placement.rank, placement.size) > 0:
-                world.on_sample(_autotuner(settings, world, member).observe)
-        except BaseException:
-            world.close()
-            raise
-        for registered, item in objects:
-            item.ranks = lists[registered - 1] if registered else []
-            if registered:
-                world.register(item, registered)
         if member is not None:
-            member.entered(world, self.enter_next)
-        current.enter(world)
+            member.enter(settings, placement, store, lists, objects)
+        else:
+            world = World.connect(settings, placement, store, lists, objects, met_by_mpi=job)
+            try:
+                tracing.begin(world)
+                if settings.steps_per_sample(placement.rank, placement.size) > 0:
+                    autotune.begin(world)
+            except BaseException:
+                world.close()
+                raise
+            current.enter(world)
         if (launched := Launched.from_environment()).metrics_interval_s > 0 and launched.rendezvous:
             from polyhvd.launch import reporting  # only for polyhvdrun
 
             reporting.begin(launched, None if member is None else member.report_metrics)
-        if self.identity and placement.size > 1:
+        if self.identity and (placement.size > 1 or self.is_elastic):
             os.environ[_PARENT] = f"{os.getpid()}:{self.identity}"
-
-    def enter_next(self) -> None:
-        """Leave the world, if there is one, for the next one of an elastic job."""
-        with current.lock:
-            member = self.member()
-            assert member is not None  # its world was connected by this object
-            member.leave()
-            met = self.meet()
-            with met.store or nullcontext():
-                log.configure(self.settings, met.placement.rank)
-                self.connect(met, member.settle([], [])[0])
 
 
 def last_generation() -> int:
-    """Generation of the last world that this process was to be in; 0: of none."""
+    """Generation of the last world that ``init()`` was to enter; 0: of none."""
     return _generation
 
 
@@ -215,20 +191,6 @@ def _refuse_child(parent: str, identity: str) -> None:
             "POLYHVD_ALONE=1 in its environment; if it is here because a spawned child imports this module, "
             "call init() under if __name__ == '__main__'"
         )
-
-
-def _autotuner(settings: Settings, world: World, member: Process | None) -> Autotuner:
-    """Rank 0's autotuner, which continues in the next world of an elastic job if that has the same layout."""
-    tune = world.engine.tune
-    kept = None if member is None else member.autotuner
-    if kept is not None:
-        if kept.go_on(world.hosts, tune):
-            return kept
-        kept.close()
-    made = Autotuner(settings, world.hosts, tune, appends=world.placement.generation > 1)
-    if member is not None:
-        member.autotuner = made
-    return made
 
 
 def _find_entry(settings: Settings, comm: object) -> _Entry:

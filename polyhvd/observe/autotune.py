@@ -27,8 +27,9 @@ import numpy as np
 from polyhvd import _core
 from polyhvd.config import ConfigError, Settings
 from polyhvd.observe.files import FULL, opener
+from polyhvd.runtime.world import World
 
-__all__ = ["GRID", "Autotuner", "Search", "plot", "summary"]
+__all__ = ["GRID", "Autotuner", "Search", "begin", "plot", "summary"]
 
 _LOG = logging.getLogger("polyhvd")
 
@@ -294,6 +295,23 @@ class Autotuner:
             with contextlib.suppress(OSError):
                 os.unlink(made)
             _LOG.warning("autotune: the result cannot be saved: %s", error)
+
+
+def begin(world: World, former: Autotuner | None = None) -> Autotuner:
+    """Have rank 0 tune a world whose settings ask for it.
+
+    Args:
+        world: that this process is entering.
+        former: of a former world of an elastic job; it continues if this one has the same layout.
+    """
+    tune = world.engine.tune
+    if former is not None and not former.go_on(world.hosts, tune):
+        former.close()
+        former = None
+    appends = world.placement.generation > 1
+    tuner = former or Autotuner(world.settings, world.hosts, tune, appends=appends)
+    world.on_sample(tuner.observe)
+    return tuner
 
 
 def _nearest(values: Sequence[int], wanted: int) -> int:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from polyhvd.config import Launched
 from polyhvd.elastic import process
 from polyhvd.elastic.limits import RESUME_STATUS
 from polyhvd.elastic.places import LauncherConnection
@@ -59,7 +60,7 @@ def member_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Server], pr
         watching.give_up_after(SILENCE_S)
         launcher = LauncherConnection(store, 0)
         watches.append(LauncherWatch(watching, launcher, SILENCE_S))
-        return process.Process(launcher, watches[-1])
+        return process.Process(Launched(), SECRET, launcher, watches[-1])
 
     yield member_of
     for watch in watches:

@@ -1,20 +1,17 @@
-"""Members of polyhvdrun's elastic jobs: the launcher sends each its place, for every generation."""
+"""Members of polyhvdrun's elastic jobs: the launcher sends each its place, for every generation.
+
+``init()`` gets the first one here; the next ones are up to :meth:`polyhvd.elastic.process.Process.rejoin`.
+"""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 
 from polyhvd.config import ConfigError, Launched, Settings
-from polyhvd.elastic.places import LauncherConnection
 from polyhvd.elastic.process import become_member
-from polyhvd.elastic.watch import LauncherWatch
-from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.providers.meeting import given_secret
 from polyhvd.launch.providers.provider import Claim, Met
-from polyhvd.rendezvous.client import Client
-from polyhvd.rendezvous.store import StoreError, job_name
 
 __all__ = ["MemberProvider", "visible_gpus"]
 
@@ -73,35 +70,10 @@ class MemberProvider:
             HorovodInternalError: the launcher cannot be reached.
             SystemExit: the job is over, or does not need this process any more; or the launcher is gone.
         """
-        launched, member = self._launched, self._launched.member or 0
-        try:
-
-            def connect() -> LauncherConnection:
-                store = self._connected(launched.rendezvous, member, 0, deadline)
-                store.probe(launched.launcher_timeout_s)
-                return LauncherConnection(store, member)
-
-            def watch(launcher: LauncherConnection) -> LauncherWatch:
-                store = self._connected(launched.rendezvous, member, 0, deadline)
-                store.give_up_after(launched.launcher_timeout_s)
-                return LauncherWatch(store, launcher, launched.launcher_timeout_s)
-
-            process = become_member(connect, watch)
-            answer = process.next_place()
-            placement = answer.placement(member)
-            if self._own_gpus and self._gpus:
-                visible = visible_gpus(self._own_gpus, self._gpus, placement.local_rank)
-                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-                self._gpus = []  # CUDA reads the variable once
-            if placement.size == 1:
-                return Met(placement, None)
-            until = time.monotonic() + settings.start_timeout_s
-            endpoint = answer.rendezvous or launched.rendezvous
-            store = self._connected(endpoint, placement.rank, placement.generation, until)
-            store.job = job_name("elastic", self._secret)  # over all generations, wherever their members meet
-        except StoreError as error:
-            raise HorovodInternalError(f"process {member} of this elastic job: {error}") from None
+        process = become_member(self._launched, self._secret, deadline)
+        placement, store = process.join(settings)
+        if self._own_gpus and self._gpus:
+            visible = visible_gpus(self._own_gpus, self._gpus, placement.local_rank)
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+            self._gpus = []  # CUDA reads the variable once
         return Met(placement, store)
-
-    def _connected(self, endpoint: str, rank: int, generation: int, deadline: float) -> Client:
-        return Client(endpoint, self._secret, rank=rank, generation=generation, deadline=deadline)
