@@ -20,8 +20,8 @@ from polyhvd import _core
 from polyhvd.config import ConfigError, Settings
 from polyhvd.installed import frameworks
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.segment import make_segment
 from polyhvd.runtime import gpu, mpi
+from polyhvd.runtime.bootstrap import make_segment
 
 __all__ = ["Finding", "distributions", "examine", "lines"]
 

@@ -11,8 +11,17 @@ from collections import deque
 
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, AuthError, Greeting, SessionKeys, prove
-from polyhvd.rendezvous.frames import BEAT, READ_BYTES, REFUSED, FrameReader, Header, pack_frame, tampered
-from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
+from polyhvd.rendezvous.signed_stream import (
+    BEAT,
+    READ_BYTES,
+    REFUSED,
+    FrameReader,
+    Header,
+    SignedStream,
+    TamperedError,
+    pack_frame,
+    tampered,
+)
 from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError, check_count, check_value, job_name
 
 __all__ = ["Client", "ConnectedStore"]

@@ -17,9 +17,18 @@ from collections.abc import Callable
 
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, Greeting, SessionKeys
-from polyhvd.rendezvous.frames import BEAT, READ_BYTES, REFUSED, FrameReader, Header, pack_frame, tampered
 from polyhvd.rendezvous.handshakes import Handshakes, OnOtherSecret
-from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
+from polyhvd.rendezvous.signed_stream import (
+    BEAT,
+    READ_BYTES,
+    REFUSED,
+    FrameReader,
+    Header,
+    SignedStream,
+    TamperedError,
+    pack_frame,
+    tampered,
+)
 from polyhvd.rendezvous.store import COUNT_MAX, StoreError
 from polyhvd.rendezvous.values import Values, Waiter
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from polyhvd.rendezvous.frames import Header
+from polyhvd.rendezvous.signed_stream import Header
 
 __all__ = ["Values", "Waiter"]
 

@@ -18,7 +18,6 @@ from launching import World, descriptors, wait_until
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
 from polyhvd.launch.providers.local import meet_as
-from polyhvd.rendezvous import segment
 from polyhvd.rendezvous.auth import Greeting, new_secret, parse_secret, prove
 from polyhvd.rendezvous.client import Client
 from polyhvd.runtime import bootstrap
@@ -138,9 +137,10 @@ def test_host_goes_over_to_tcp_when_memory_cannot_be_passed(
     def fail(*_: object) -> int:
         raise OSError(1, "not here")
 
+    send = bootstrap.send_segment
     if broken == "send_segment":
         # As when a security module strips descriptors from messages.
-        monkeypatch.setattr(bootstrap, broken, lambda connection, _: segment.send_segment(connection, -1))
+        monkeypatch.setattr(bootstrap, broken, lambda connection, _: send(connection, -1))
     else:
         monkeypatch.setattr(bootstrap, broken, fail)
     with caplog.at_level(logging.WARNING, "polyhvd"):
@@ -150,7 +150,8 @@ def test_host_goes_over_to_tcp_when_memory_cannot_be_passed(
 
 
 def test_memory_of_the_wrong_size_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "make_segment", lambda size: segment.make_segment(size + 1))
+    make = bootstrap.make_segment
+    monkeypatch.setattr(bootstrap, "make_segment", lambda size: make(size + 1))
     assert_complete(world.connect(2), [[0], [1]])
 
 
@@ -219,9 +220,9 @@ def test_secret_may_lie_in_a_file(world: World, tmp_path: os.PathLike[str]) -> N
     ],
 )
 def test_unusable_settings_are_named(settings: dict[str, str], message: str) -> None:
-    told = Launched(**{"size": 2, "rendezvous": "127.0.0.1:1", "secret": new_secret(), **settings})  # type: ignore[arg-type]
+    launched = Launched(**{"size": 2, "rendezvous": "127.0.0.1:1", "secret": new_secret(), **settings})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
-        meet_as(told, 0, time.monotonic() + 1)
+        meet_as(launched, 0, time.monotonic() + 1)
 
 
 def test_disagreement_on_process_sets_is_raised_on_every_rank(world: World) -> None:

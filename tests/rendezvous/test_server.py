@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from launching import wait_until
 
-from polyhvd.rendezvous import frames
+from polyhvd.rendezvous import signed_stream
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.network import parse_endpoint
@@ -100,7 +100,7 @@ def test_answer_that_is_too_long_costs_who_asked_and_nobody_else(
         request = asking.post_gather("a", 2, 20)
         writing.put("a", 0, bytes(600))
         assert writing.gather("a", 1, 10) == [bytes(600)]
-        monkeypatch.setattr(frames, "_BODY_BYTES_MAX", 1000)
+        monkeypatch.setattr(signed_stream, "_BODY_BYTES_MAX", 1000)
         writing.put("a", 1, bytes(600))
         with pytest.raises(StoreError, match="launcher is gone"):
             wait_until(lambda: asking.take(request) is not None, "an end")
@@ -165,7 +165,7 @@ def test_malformed_frames_cost_a_rank_its_connection_and_nobody_else(server: Ser
 def test_bytes_that_are_not_signed_cost_a_rank_its_connection_and_say_why(server: Server) -> None:
     with client(server, 3) as bad, client(server) as good:
         bad._socket.setblocking(True)
-        bad._socket.sendall(frames.pack_frame({"scope": "a", "index": 0, "own": False}, b"evil"))
+        bad._socket.sendall(signed_stream.pack_frame({"scope": "a", "index": 0, "own": False}, b"evil"))
         with pytest.raises(
             StoreError, match="what rank 3 sent to the rendezvous was changed, replayed or lost"
         ):

@@ -21,9 +21,8 @@ from polyhvd.launch.providers.arriving import PURPOSE, ranks_secret
 from polyhvd.launch.providers.local_agents import LocalAgent
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, OTHER_SECRET, AuthError, Greeting, SessionKeys, prove
-from polyhvd.rendezvous.frames import tampered
 from polyhvd.rendezvous.lookup import Lookup
-from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
+from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError, tampered
 
 __all__ = ["Follower", "JoinError", "Result", "reach"]
 

@@ -23,9 +23,8 @@ from polyhvd.launch.job import agent
 from polyhvd.launch.job.agent_process import AgentStreams
 from polyhvd.launch.providers.starting import HostAgent
 from polyhvd.rendezvous.auth import Greeting, derive_secret
-from polyhvd.rendezvous.frames import tampered
 from polyhvd.rendezvous.handshakes import Authenticated, Handshakes
-from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
+from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError, tampered
 
 __all__ = ["PURPOSE", "Arrivals", "ArrivedAgent", "ArrivedAgents", "LateError", "ranks_secret"]
 
