@@ -143,7 +143,8 @@ ENVIRONMENTS = (
         ("py4j==0.10.9.9", "python-dateutil", "pytz", "tzdata"),
         (),
         extra_tests=tuple(
-            f"tests/spark/test_spark_estimators_{name}.py" for name in ("torch", "lightning", "keras")
+            f"tests/spark/test_spark_estimators_{name}.py"
+            for name in ("torch", "lightning", "keras", "mxnet")
         ),
         nightly_tests=("tests/spark/test_spark_tensorflow.py",),
         without_dependencies=("pandas==2.2.3", "pyspark==4.3.0"),  # NumPy is that of the suite

@@ -12,15 +12,17 @@ import cloudpickle
 import keras
 import numpy as np
 from polyhvd.keras import callbacks as hvd_callbacks
+from polyhvd.keras import elastic
 from polyhvd.keras.data import Batches
 from polyhvd.keras.wrappers import DistributedOptimizer
 
 import polyhvd
+from polyhvd.elastic.train import Training
 from polyhvd.spark.estimators.checkpoint import Checkpoint
-from polyhvd.spark.estimators.estimator import FrameworkEstimator, per_column
+from polyhvd.spark.estimators.estimator import FrameworkEstimator, shapes_of
 from polyhvd.spark.estimators.model import FrameworkModel, Predict
 from polyhvd.spark.estimators.params import ESTIMATORS, MODELS, has_params
-from polyhvd.spark.estimators.training import Run, Trainer
+from polyhvd.spark.estimators.training import Run, Trainer, require_columns_of
 
 __all__ = ["KerasEstimator", "KerasModel"]
 
@@ -242,31 +244,37 @@ class _KerasTrainer(Trainer):
             metrics=values["metrics"] or None,
         )
         shapes = [list(output.shape[1:]) for output in model.outputs]
-        position = _Position(run)
         steps = params["train_steps_per_epoch"]
-        given: list[Any] = [
-            position,
-            hvd_callbacks.BroadcastGlobalVariablesCallback(0),
-            hvd_callbacks.MetricAverageCallback(),
-            *callbacks,
-        ]
+        noting = _Noting(run, rate, shapes)
+        if run.job.is_elastic:
+            first = [hvd_callbacks.DataPositionCallback(run.train)]
+        else:
+            first = [_Position(run), hvd_callbacks.BroadcastGlobalVariablesCallback(0)]
+        given = [*first, hvd_callbacks.MetricAverageCallback(), *callbacks]
         if checkpoint_callback is not None and polyhvd.rank() == 0:
             given.append(checkpoint_callback)
-        noting = _Noting(run, rate, shapes)
-        validation = None
-        if run.has_validation:
-            validation = _limited(
-                self._data(run, run.validation, features, labels), params["validation_steps_per_epoch"]
+        given.append(noting)
+
+        def fit(epoch: int, callbacks: Sequence[Any]) -> None:
+            validation = None
+            if run.has_validation:
+                validation = _limited(
+                    self._data(run, run.validation, features, labels), params["validation_steps_per_epoch"]
+                )
+            model.fit(
+                _limited(self._data(run, run.train, features, labels), steps),
+                initial_epoch=epoch,
+                epochs=run.epochs.stop,
+                validation_data=validation,
+                callbacks=callbacks,
+                shuffle=False,  # the loader shuffles
+                verbose=params["verbose"] and 2 if polyhvd.rank() == 0 else 0,
             )
-        model.fit(
-            _limited(self._data(run, run.train, features, labels), steps),
-            initial_epoch=run.epochs.start,
-            epochs=run.epochs.stop,
-            validation_data=validation,
-            callbacks=[*given, noting],
-            shuffle=False,  # the loader shuffles
-            verbose=params["verbose"] and 2 if polyhvd.rank() == 0 else 0,
-        )
+
+        if run.job.is_elastic:
+            _fit_elastically(fit, given, noting, model)
+        else:
+            fit(run.epochs.start, given)
         if callbacks:  # which may have restored better weights
             run.replace_state(noting.state)
 
@@ -282,10 +290,11 @@ class _KerasTrainer(Trainer):
         """As of :class:`Trainer`."""
         saved, custom, _, _ = cloudpickle.loads(job.payload)
         model, params = _Saved.load(saved["model"], custom), job.params
+        labels = params["label_cols"]
         return _Preparing(
             dict(zip(params["feature_cols"], _shapes_of(model.inputs, params["feature_cols"]), strict=True)),
-            dict(zip(params["label_cols"], (tuple(o.shape[1:]) for o in model.outputs), strict=True)),
-            _label_shapes(params["label_shapes"], params["label_cols"]),
+            dict(zip(labels, (tuple(output.shape[1:]) for output in model.outputs), strict=True)),
+            dict(zip(labels, shapes_of(params["label_shapes"], labels), strict=True)),
             frozenset(params["categorical_cols"] or ()),
             params["sample_weight_col"],
         )
@@ -306,12 +315,7 @@ class _Preparing:
         self._whole, self._weight = whole, weight
 
     def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        names = [*self._inputs, *self._outputs]
-        if missing := [name for name in names if name not in arrays]:
-            raise ValueError(
-                f"fit(): transformation_fn returned the columns {', '.join(arrays)}; the column "
-                f"{missing[0]!r} is missing"
-            )
+        require_columns_of(arrays, [*self._inputs, *self._outputs])
         found = {}
         for name, shape in self._inputs.items():
             try:
@@ -341,21 +345,57 @@ class _Rate:
         self._is_plain = not callable(getattr(optimizer, "_learning_rate", None)) or hasattr(
             optimizer._learning_rate, "assign"
         )
-        self._base = self._scaled = 0.0
+        #: That of one rank, what it is for all of them, and how many they are.
+        self.known = 0.0, 0.0, 1
 
-    def _variable(self) -> Any:
-        return self._optimizer.learning_rate
+    def _value(self) -> float:
+        return float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
 
     def scale(self) -> None:
         """Multiply it, unless it is a schedule."""
         if self._is_plain:
-            self._base = float(keras.ops.convert_to_numpy(self._variable()))
-            self._optimizer.learning_rate = self._base * polyhvd.size()
-            self._scaled = float(keras.ops.convert_to_numpy(self._variable()))
+            base = self.unscaled(self._value())
+            self._optimizer.learning_rate = base * polyhvd.size()
+            self.known = base, self._value(), polyhvd.size()
 
     def unscaled(self, value: float) -> float:
         """The rate of one rank for that of the optimizer."""
-        return self._base if value == self._scaled else value / polyhvd.size()
+        base, scaled, size = self.known
+        return base if value == scaled else value / size
+
+
+def _fit_elastically(
+    fit: Callable[[int, Sequence[Any]], None], callbacks: Sequence[Any], noting: _Noting, model: Any
+) -> None:
+    """Fit while ranks are lost or join.
+
+    Args:
+        fit: of an epoch to begin with, and callbacks.
+        callbacks: in their order.
+        noting: one of them.
+        model: that is compiled.
+    """
+    run, rate = noting.run, noting.rate
+    run.train.set_epoch(run.epochs.start)
+    kept: Any = elastic.KerasState(model, history=dict(run.checkpoint.history or {}), rate=rate.known)
+    noting.kept = kept
+
+    def resize() -> None:
+        rate.known = kept.rate
+        rate.scale()
+        kept.rate = rate.known
+        kept.save()  # all of it together: the next commit may not come
+
+    kept.register_reset_callbacks([resize])
+
+    @elastic.run
+    def loop(state: Training) -> None:
+        rate.known = kept.rate
+        state.begin_again()
+        fit(run.train.epoch, [*callbacks, _Committing(state)])
+
+    loop(Training(kept, run.train))
+    run.conclude(kept.history, noting.shapes, noting.state)
 
 
 class _Position(keras.callbacks.Callback):  # type: ignore[misc]
@@ -374,13 +414,18 @@ class _Noting(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, run: Run, rate: _Rate, shapes: Sequence[Sequence[int]]) -> None:
         super().__init__()
-        self._run, self._rate, self._shapes = run, rate, shapes
+        self.run, self.rate, self.shapes = run, rate, shapes
+        #: Of an elastic job, with the history.
+        self.kept: Any = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        history = dict(self._run.checkpoint.history or {})
+        before = self.run.checkpoint.history if self.kept is None else self.kept.history
+        history = dict(before or {})
         for name, value in (logs or {}).items():
             history[name] = [*history.get(name, ()), float(value)]
-        self._run.finish_epoch(history, self._shapes, self.state)
+        if self.kept is not None:
+            self.kept.history = history
+        self.run.finish_epoch(epoch, history, self.shapes, self.state)
 
     def state(self) -> bytes:
         """Of model and optimizer, with the learning rate for one rank."""
@@ -390,11 +435,36 @@ class _Noting(keras.callbacks.Callback):  # type: ignore[misc]
         for number, variable in enumerate(optimizer.variables):
             value = keras.ops.convert_to_numpy(variable)
             if variable is rate:
-                value = np.asarray(self._rate.unscaled(float(value)), value.dtype)
+                value = np.asarray(self.rate.unscaled(float(value)), value.dtype)
             arrays[f"optimizer{number}"] = value
         data = io.BytesIO()
         np.savez(data, **arrays)
         return data.getvalue()
+
+
+class _Committing(keras.callbacks.Callback):  # type: ignore[misc]
+    """Commits after each step; at the end of an epoch all ranks stop if the first of them does.
+
+    Args:
+        state: of the job.
+    """
+
+    def __init__(self, state: Training) -> None:
+        super().__init__()
+        self._state = state
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._state.position.epoch == self._epoch:
+            self._state.end_step(epoch_ended=False)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        stops = bool(self.model.stop_training)  # callbacks of new ranks have not seen earlier epochs
+        self.model.stop_training = polyhvd.broadcast_object(stops, name="fit().stop")
+        self._state.end_step(epoch_ended=True)
 
 
 def _load(state: bytes, model: Any, optimizer: Any) -> None:
@@ -422,14 +492,6 @@ def _select_gpu() -> None:
 
         if gpus := tf.config.list_physical_devices("GPU"):
             tf.config.set_visible_devices(gpus[polyhvd.local_rank() % len(gpus)], "GPU")
-
-
-def _label_shapes(shapes: Any, columns: Sequence[str]) -> dict[str, Any]:
-    if shapes is None:
-        return dict.fromkeys(columns)
-    if shapes and isinstance(shapes[0], int):
-        shapes = [shapes]
-    return dict(zip(columns, per_column(list(shapes), columns), strict=True))
 
 
 def _shapes_of(inputs: Sequence[Any], columns: Sequence[str]) -> list[tuple[Any, ...]]:

@@ -11,17 +11,18 @@ from typing import Any
 
 import cloudpickle
 import torch
+from polyhvd.lightning import elastic
 from polyhvd.lightning.base import pl
 from polyhvd.lightning.strategy import PolyhvdStrategy
 from polyhvd.torch.base import Compression
-from polyhvd.torch.spark import called, input_of, predictor_of, shapes_of, tensor_of
+from polyhvd.torch.spark import called, input_of, predictor_of, tensor_of
 
 import polyhvd
 from polyhvd.spark.estimators.checkpoint import Checkpoint
-from polyhvd.spark.estimators.estimator import FrameworkEstimator
+from polyhvd.spark.estimators.estimator import FrameworkEstimator, shapes_of
 from polyhvd.spark.estimators.model import FrameworkModel, Predict
 from polyhvd.spark.estimators.params import ESTIMATORS, MODELS, has_params
-from polyhvd.spark.estimators.training import Run, Trainer
+from polyhvd.spark.estimators.training import Run, Trainer, require_columns_of
 
 __all__ = ["LightningEstimator", "LightningModel"]
 
@@ -112,6 +113,11 @@ class LightningEstimator(FrameworkEstimator):
         for name in arguments:
             if name in _SET:
                 raise ValueError(f"fit(): trainer_args has {name!r}, which {_SET[name]} sets; leave it out")
+        if self._is_elastic() and self.getOrDefault("data_module") is not None:
+            raise ValueError(
+                "fit(): pass data_module or elastic=True, not both: the position in a data module's rows "
+                "is not known"
+            )
         if unknown := set(arguments) - set(inspect.signature(pl.Trainer).parameters):
             raise ValueError(f"fit(): trainer_args has {min(unknown)!r}, not an argument of a Trainer")
         shapes_of(self.getOrDefault("input_shapes"), self._list("feature_cols"))
@@ -127,8 +133,11 @@ class LightningEstimator(FrameworkEstimator):
         return bytes(cloudpickle.dumps((module, arguments, values)))
 
     def _identity_of_framework(self) -> dict[str, Any]:
-        module = self.getOrDefault("model")
-        return {"model": {name: list(value.shape) for name, value in module.state_dict().items()}}
+        module, arguments = self.getOrDefault("model"), self.getOrDefault("trainer_args") or {}
+        return {
+            "model": {name: list(value.shape) for name, value in module.state_dict().items()},
+            "trainer_args": {name: _comparable(value) for name, value in sorted(arguments.items())},
+        }
 
     def _model(
         self, payload: bytes, checkpoint: Checkpoint, labels: dict[str, str], run_id: str
@@ -148,6 +157,11 @@ class LightningEstimator(FrameworkEstimator):
             categorical_cols=self.getOrDefault("categorical_cols"),
             input_shapes=values["input_shapes"],
         )
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value, or its class if two fits cannot compare it."""
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__qualname__
 
 
 class _LightningTrainer(Trainer):
@@ -185,14 +199,31 @@ class _LightningTrainer(Trainer):
                     **arguments,
                 }
             )
-            trainer.callbacks.append(_Noting(run, data, validation))  # after those that change the state
+            noting = _Noting(run, data, validation)
+            trainer.callbacks.append(noting)  # after those that change the state
             make, loaders = values["data_module"], {}
             if make is None:
                 data.trainer = trainer
                 loaders = {"train_dataloaders": data, "val_dataloaders": validation}
             else:
                 loaders = {"datamodule": _data_module(make, run)}
-            trainer.fit(module, **loaders, ckpt_path=_RESUMED if run.checkpoint.state else None)
+                trainer.callbacks.insert(0, _Weighing(data))
+            resumed = _RESUMED if run.checkpoint.state else None
+            if run.job.is_elastic:
+                run.train.set_epoch(run.epochs.start)
+                history = list(run.checkpoint.history or ())
+                state: Any = elastic.LightningState(trainer, module, sampler=run.train, history=history)
+                noting.kept = state
+
+                @elastic.run
+                def fit(state: elastic.LightningState) -> None:
+                    if run.train.epoch < run.epochs.stop:
+                        trainer.fit(module, **loaders, ckpt_path=state.ckpt_path or resumed)
+
+                fit(state)
+                run.conclude(state.history, [], noting.state)
+            else:
+                trainer.fit(module, **loaders, ckpt_path=resumed)
             if polyhvd.rank() == 0:
                 run.keep_files(Path(folder))
 
@@ -281,8 +312,9 @@ class _Data:
         self._steps = steps
 
     def __len__(self) -> int:
-        """The steps of an epoch."""
-        return self._steps
+        """The steps of an epoch, or of what is left of it in an elastic job."""
+        is_rest = self._is_training and self._run.job.is_elastic
+        return len(self._run.train) if is_rest else self._steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The batches of an epoch."""
@@ -298,12 +330,7 @@ class _Data:
         self.weight = 1.0
 
     def _tensors(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        names = [*self._features, *self._labels]
-        if missing := [name for name in names if name not in arrays]:
-            raise ValueError(
-                f"fit(): transformation_fn returned the columns {', '.join(arrays)}; the column "
-                f"{missing[0]!r} is missing"
-            )
+        require_columns_of(arrays, [*self._features, *self._labels])
         found = {
             name: input_of(arrays[name], shape, name in self._whole) for name, shape in self._features.items()
         }
@@ -331,6 +358,25 @@ class _Beginning(pl.Callback):  # type: ignore[misc]
         _seed(self._run, trainer.current_epoch)
 
 
+class _Weighing(pl.Callback):  # type: ignore[misc]
+    """Weights the loss of each batch of a data module by its rows, of which ranks may have different numbers.
+
+    Args:
+        data: whose weight the strategy uses.
+    """
+
+    def __init__(self, data: _Data) -> None:
+        self._data = data
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        try:
+            rows = float(pl.utilities.data.extract_batch_size(batch))
+        except pl.utilities.exceptions.MisconfigurationException:  # it contains no tensor
+            rows = 0.0
+        total = float(trainer.strategy.reduce(torch.tensor(rows), reduce_op="sum"))
+        self._data.weight = rows * polyhvd.size() / total if total else 1.0
+
+
 class _Noting(pl.Callback):  # type: ignore[misc]
     """Writes a checkpoint after each epoch.
 
@@ -343,6 +389,8 @@ class _Noting(pl.Callback):  # type: ignore[misc]
     def __init__(self, run: Run, data: _Data, validation: _Data | None) -> None:
         self._run, self._data, self._validation = run, data, validation
         self._trainer: Any = None
+        #: Of an elastic job, with the history.
+        self.kept: Any = None
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._trainer = trainer
@@ -353,7 +401,11 @@ class _Noting(pl.Callback):  # type: ignore[misc]
         entry = {"epoch": trainer.current_epoch, **averages}
         if self._run.is_printing:
             print(entry, flush=True)
-        self._run.finish_epoch([*(self._run.checkpoint.history or ()), entry], [], self.state)
+        before = self._run.checkpoint.history if self.kept is None else self.kept.history
+        history = [*(before or ()), entry]
+        if self.kept is not None:
+            self.kept.history = history
+        self._run.finish_epoch(trainer.current_epoch, history, [], self.state)
 
     def _rows(self, name: str) -> int:
         """Of this rank, over which a metric is a mean."""

@@ -23,7 +23,7 @@ from polyhvd.training.naming import gather_by_name, numbered
 __all__ = ["BroadcastHandler", "LogMetricsHandler", "MetricAverageHandler", "average_metrics"]
 
 #: What the metrics of MXNet divide one by the other, whatever they make of it then.
-_SUMS = ("sum_metric", "num_inst", "global_sum_metric", "global_num_inst")
+SUMS = ("sum_metric", "num_inst", "global_sum_metric", "global_num_inst")
 _PLAIN = "the trainer is not distributed, so that each rank trains a separate model"
 _DISTRIBUTE = "give the estimator a trainer of hvd.DistributedTrainer"
 _ADVICE = "use the same metrics on every rank; Loss(name='validation loss') gives one a name"
@@ -192,11 +192,11 @@ def average_metrics(
     """
     simple = list(_simple([metrics] if isinstance(metrics, EvalMetric) else metrics))
     named = dict(zip(numbered(str(metric.name) for metric in simple), simple, strict=True))
-    sums = {name: [float(getattr(metric, key)) for key in _SUMS] for name, metric in named.items()}
+    sums = {name: [float(getattr(metric, key)) for key in SUMS] for name, metric in named.items()}
     with as_mxnets():
         rows = gather_by_name("average_metrics", sums, process_set, _ADVICE)
     for name, metric in named.items():
-        for key, total in zip(_SUMS, rows[name].sum(axis=0).tolist(), strict=True):
+        for key, total in zip(SUMS, rows[name].sum(axis=0).tolist(), strict=True):
             setattr(metric, key, total)
 
 
@@ -207,7 +207,7 @@ def _simple(metrics: Sequence[EvalMetric]) -> Iterator[EvalMetric]:
             yield from _simple(metric.metrics)
             continue
         average = getattr(metric, "average", getattr(metric, "_average", None))
-        if average == "micro" or isinstance(metric, PCC) or not all(hasattr(metric, n) for n in _SUMS):
+        if average == "micro" or isinstance(metric, PCC) or not all(hasattr(metric, n) for n in SUMS):
             raise InvalidArgumentError(
                 f"average_metrics: {type(metric).__name__} {metric.name!r} is not a sum over samples "
                 "divided by their number; gather its values with allgather_object, or use average='macro'"

@@ -5,23 +5,25 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
+from polyhvd.torch.elastic import TorchState
 from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters
 from polyhvd.torch.wrappers import DistributedOptimizer
 
 import polyhvd
 from polyhvd.spark.estimators.checkpoint import Checkpoint
-from polyhvd.spark.estimators.estimator import FrameworkEstimator, per_column
+from polyhvd.spark.estimators.estimator import FrameworkEstimator, per_column, shapes_of
+from polyhvd.spark.estimators.looping import LoopTrainer
 from polyhvd.spark.estimators.model import FrameworkModel, Predict
 from polyhvd.spark.estimators.params import ESTIMATORS, MODELS, has_params
-from polyhvd.spark.estimators.training import Run, Trainer
+from polyhvd.spark.estimators.training import Trainer
 
-__all__ = ["TorchEstimator", "TorchModel", "called", "input_of", "predictor_of", "shapes_of", "tensor_of"]
+__all__ = ["TorchEstimator", "TorchModel", "called", "input_of", "predictor_of", "tensor_of"]
 
 #: Losses whose labels are numbers of classes.
 _OF_CLASSES = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.MultiMarginLoss)
@@ -201,56 +203,49 @@ class TorchEstimator(FrameworkEstimator):
         )
 
 
-class _TorchTrainer(Trainer):
+class _TorchTrainer(LoopTrainer):
     """Training on a rank."""
 
-    def train(self, run: Run) -> None:
-        """Train all epochs that are left."""
-        self._run, params, self._passes = run, run.params, 0
-        self._seed(0)
-        self._model, self._optimizer, self._values = cloudpickle.loads(run.job.payload)
-        self._features, self._labels = list(params["feature_cols"]), list(params["label_cols"])
-        self._input_shapes = shapes_of(self._values["input_shapes"], self._features)
-        self._label_shapes = shapes_of(params["label_shapes"], self._labels)
+    def load(self) -> None:
+        """As of :class:`LoopTrainer`."""
+        params = self.run.params
+        self._model, self._optimizer, self._values = cloudpickle.loads(self.run.job.payload)
+        self._input_shapes = shapes_of(self._values["input_shapes"], self.features)
+        self._label_shapes = shapes_of(params["label_shapes"], self.labels)
         self._whole = frozenset(params["categorical_cols"] or ())
         self._groups = _groups(self._values["metrics"])
+        self._names = [
+            [f"group_{number}_{label}" for label in self.labels] for number, _ in enumerate(self._groups)
+        ]
         self._device = torch.device("cpu")
         if params["use_gpu"] and torch.cuda.is_available():
             self._device = torch.device("cuda", polyhvd.local_rank() % torch.cuda.device_count())
             torch.cuda.set_device(self._device)
-        _load(run.checkpoint.state, self._model, self._optimizer)
+        _load(self.run.checkpoint.state, self._model, self._optimizer)
         self._place()
         self._losses = self._made_losses()
-        weights = params["loss_weights"]
-        self._loss_weights = [1.0 / len(self._labels)] * len(self._labels) if weights is None else weights
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        for group in self._optimizer.param_groups:
-            group["lr"] = group["lr"] * polyhvd.size()
-        scaled = [group["lr"] for group in self._optimizer.param_groups]
+
+    def start(self) -> None:
+        """As of :class:`LoopTrainer`."""
         broadcast_parameters(self._model.state_dict(), root_rank=0)
         broadcast_optimizer_state(self._optimizer, root_rank=0)
         options = {"backward_passes_per_step": self._values["backward_passes_per_step"]}
         if self._values["gradient_compression"] is not None:
             options["compression"] = self._values["gradient_compression"]
         self._optimizer = DistributedOptimizer(self._optimizer, self._model.named_parameters(), **options)
-        history = list(run.checkpoint.history or ())
-        for epoch in run.epochs:
-            self._seed(epoch)
-            entry: dict[str, Any] = {
-                "epoch": epoch,
-                "train": self._epoch(run.train_batches(epoch), is_training=True),
-            }
-            if run.has_validation:
-                entry["validation"] = self._epoch(run.validation_batches(), is_training=False)
-            history.append(entry)
-            if run.is_printing:
-                print(entry, flush=True)
-            run.finish_epoch(history, self._output_shapes, lambda: self._state(rates, scaled))
 
-    def _seed(self, epoch: int) -> None:
-        """Seed PyTorch for an epoch, so that one that is resumed is the same."""
-        if self._run.params["random_seed"] is not None:
-            torch.manual_seed(self._run.params["random_seed"] + epoch)
+    def seed(self, number: int) -> None:
+        """As of :class:`LoopTrainer`."""
+        torch.manual_seed(number)
+
+    def rates(self) -> list[float]:
+        """As of :class:`LoopTrainer`."""
+        return [group["lr"] for group in self._optimizer.param_groups]
+
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """As of :class:`LoopTrainer`."""
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def _place(self) -> None:
         """Move model and optimizer to the device."""
@@ -263,51 +258,64 @@ class _TorchTrainer(Trainer):
     def _made_losses(self) -> list[Any]:
         constructors = self._values["loss_constructors"]
         if constructors is None:
-            return per_column(self._values["loss"], self._labels)
-        known = {"model": self._model, "label_columns": self._labels, "feature_columns": self._features}
-        return [called(make, known) for make in per_column(constructors, self._labels)]
+            return per_column(self._values["loss"], self.labels)
+        known = {"model": self._model, "label_columns": self.labels, "feature_columns": self.features}
+        return [called(make, known) for make in per_column(constructors, self.labels)]
 
-    def _epoch(self, batches: Iterator[Any], *, is_training: bool) -> dict[str, Any]:
-        """Go through batches; return the averages of losses and metrics over the rows of all ranks."""
-        sums: dict[str, list[float]] = {"loss": [0.0, 0.0]}
-        names = [
-            [f"group_{number}_{label}" for label in self._labels] for number, _ in enumerate(self._groups)
-        ]
-        sums.update({name: [0.0, 0.0] for group in names for name in group})
-        self._model.train(is_training)
-        step = self._values["train_minibatch_fn"] or self._minibatch
-        for batch in batches:
-            inputs, labels, weights = self._tensors(batch)
-            loss_fn = self._loss_function(batch.weight if is_training else 1.0)
-            if is_training:
-                outputs, loss = step(
-                    self._model, self._optimizer, self._shaped, loss_fn, inputs, labels, weights
-                )
-                loss = loss.detach() / (batch.weight or 1.0)
-            else:
-                with torch.no_grad():
-                    outputs, labels = self._shaped(self._outputs(inputs), labels)
-                    loss = loss_fn(outputs, labels, weights)
-            outputs, labels = self._shaped(outputs, labels)
-            self._output_shapes = [list(output.shape[1:]) for output in outputs]
-            rows = len(batch.indices) if batch.weight else 0
-            if not rows:
-                continue
-            values = {"loss": loss}
+    def elastic_state(self, **values: Any) -> TorchState:
+        """As of :class:`LoopTrainer`."""
+        return TorchState(self._model, self._optimizer, **values)
+
+    def begin_pass(self) -> None:
+        """As of :class:`LoopTrainer`."""
+        names = ["loss", *(name for group in self._names for name in group)]
+        self._sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in names}
+
+    def sums(self) -> Any:
+        """As of :class:`LoopTrainer`."""
+        return np.array(list(self._sums.values()))
+
+    def set_sums(self, values: Any) -> None:
+        """As of :class:`LoopTrainer`."""
+        self._sums = dict(zip(self._sums, values.tolist(), strict=True))
+
+    def step(self, batch: Any, *, is_training: bool) -> None:
+        """As of :class:`LoopTrainer`."""
+        if self._model.training != is_training:
+            self._model.train(is_training)
+        inputs, labels, weights = self._tensors(batch)
+        loss_fn = self._loss_function(batch.weight if is_training else 1.0)
+        if is_training:
+            step = self._values["train_minibatch_fn"] or self._minibatch
+            outputs, loss = step(self._model, self._optimizer, self._shaped, loss_fn, inputs, labels, weights)
+            loss = loss.detach() / (batch.weight or 1.0)
+        else:
             with torch.no_grad():
-                for group, functions in zip(names, self._groups, strict=True):
-                    for place, name in enumerate(group):
-                        function = functions[place if len(functions) > 1 else 0]
-                        values[name] = function(outputs[place].detach(), labels[place])
-            for name, value in values.items():
-                sums[name][0] += float(value) * rows
-                sums[name][1] += rows
-        if is_training and self._passes:
+                outputs, labels = self._shaped(self._outputs(inputs), labels)
+                loss = loss_fn(outputs, labels, weights)
+        outputs, labels = self._shaped(outputs, labels)
+        self.output_shapes = [list(output.shape[1:]) for output in outputs]
+        rows = len(batch.indices) if batch.weight else 0
+        if not rows:
+            return
+        values = {"loss": loss}
+        with torch.no_grad():
+            for group, functions in zip(self._names, self._groups, strict=True):
+                for place, name in enumerate(group):
+                    function = functions[place if len(functions) > 1 else 0]
+                    values[name] = function(outputs[place].detach(), labels[place])
+        for name, value in values.items():
+            self._sums[name][0] += float(value) * rows
+            self._sums[name][1] += rows
+
+    def end_pass(self, *, is_training: bool) -> dict[str, Any]:
+        """As of :class:`LoopTrainer`."""
+        if is_training and self.passes:
             self._step()
-        averages = self._run.averaged({name: (pair[0], pair[1]) for name, pair in sums.items()})
+        averages = self.run.averaged({name: (pair[0], pair[1]) for name, pair in self._sums.items()})
         return {
             "loss": averages["loss"],
-            "all_metrics": [{name: averages[name] for name in group} for group in names],
+            "all_metrics": [{name: averages[name] for name in group} for group in self._names],
         }
 
     def _minibatch(
@@ -324,34 +332,28 @@ class _TorchTrainer(Trainer):
         outputs, labels = transform_outputs(self._outputs(inputs), labels)
         loss = loss_fn(outputs, labels, sample_weights)
         loss.backward()
-        self._passes += 1
-        if self._passes == self._values["backward_passes_per_step"]:
+        self.passes += 1
+        if self.passes == self._values["backward_passes_per_step"]:
             self._step()
         return outputs, loss
 
     def _step(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._passes = 0
+        self.passes = 0
 
     def _tensors(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
         """Inputs, labels and weights of the rows."""
         arrays = batch.arrays
-        names = [*self._features, *self._labels]
-        if missing := [name for name in names if name not in arrays]:
-            raise ValueError(
-                f"fit(): transformation_fn returned the columns {', '.join(arrays)}; the column "
-                f"{missing[0]!r} is missing"
-            )
         inputs = [
             input_of(arrays[name], shape, name in self._whole).to(self._device)
-            for name, shape in zip(self._features, self._input_shapes, strict=True)
+            for name, shape in zip(self.features, self._input_shapes, strict=True)
         ]
         labels = []
-        for name, shape, loss in zip(self._labels, self._label_shapes, self._losses, strict=True):
+        for name, shape, loss in zip(self.labels, self._label_shapes, self._losses, strict=True):
             label = tensor_of(arrays[name], isinstance(loss, _OF_CLASSES)).to(self._device)
             labels.append(label if shape is None else label.reshape(len(label), *shape))
-        column = self._run.params["sample_weight_col"]
+        column = self.run.params["sample_weight_col"]
         weights = None if column is None else tensor_of(arrays[column], False).to(self._device)
         return inputs, labels, weights
 
@@ -361,19 +363,12 @@ class _TorchTrainer(Trainer):
         except (RuntimeError, TypeError) as error:
             if isinstance(error, (polyhvd.HorovodInternalError, torch.OutOfMemoryError)):
                 raise
-            columns = ", ".join(
-                f"{name} {list(value.shape)}" for name, value in zip(self._features, inputs, strict=True)
-            )
-            raise ValueError(f"fit(): the model does not accept batches of {columns}: {error}") from error
+            raise self.refused_inputs(inputs, error) from error
 
     def _shaped(self, outputs: Any, labels: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Outputs as a list, and labels in the shapes of outputs that have as many numbers."""
         outputs = _listed(outputs)
-        if len(outputs) != len(labels):
-            raise ValueError(
-                f"fit(): the model has {len(outputs)} outputs for the {len(labels)} label columns "
-                f"{', '.join(self._labels)}"
-            )
+        self.require_outputs(outputs)
         return outputs, [
             label.reshape(output.shape) if output.numel() == label.numel() else label
             for output, label in zip(outputs, labels, strict=True)
@@ -391,28 +386,24 @@ class _TorchTrainer(Trainer):
                         loss(output, label) if weights is None else _weighted(loss, output, label, weights)
                     )
                 except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                    raise ValueError(
-                        f"fit(): the loss of {self._labels[place]} does not accept outputs "
-                        f"{list(output.shape)} {output.dtype} and labels {list(label.shape)} {label.dtype}: "
-                        f"{error}"
-                    ) from error
-                total = total + self._loss_weights[place] * value
+                    raise self.refused_labels(place, output, label, error) from error
+                total = total + self.loss_weights[place] * value
             return factor * total
 
         return loss_of
 
-    def _state(self, rates: Sequence[float], scaled: Sequence[float]) -> bytes:
-        """Of model and optimizer, with learning rates for one rank."""
+    def state(self) -> bytes:
+        """As of :class:`LoopTrainer`."""
         optimizer = self._optimizer.state_dict()
-        for group, rate, own in zip(optimizer["param_groups"], rates, scaled, strict=True):
-            group["lr"] = rate if group["lr"] == own else group["lr"] / polyhvd.size()
+        for group, rate in zip(optimizer["param_groups"], self.base_rates(), strict=True):
+            group["lr"] = rate
         data = io.BytesIO()
         torch.save({"model": self._model.state_dict(), "optimizer": optimizer}, data)
         return data.getvalue()
 
 
 def _load(state: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load what :meth:`_TorchTrainer._state` returned; nothing, if it is empty."""
+    """Load what :meth:`_TorchTrainer.state` returned; nothing, if it is empty."""
     if state:
         # Optimizers of users may keep objects of any class.
         loaded = torch.load(io.BytesIO(state), map_location="cpu", weights_only=False)
@@ -443,15 +434,6 @@ def called(function: Callable[..., Any], known: dict[str, Any]) -> Any:
 def _groups(metrics: Any) -> list[list[Any]]:
     """Metrics as groups, each of one function for all labels, or one for each."""
     return [list(group) if isinstance(group, (list, tuple)) else [group] for group in metrics or ()]
-
-
-def shapes_of(shapes: Any, columns: Sequence[str]) -> list[Any]:
-    """A shape for each column, or None."""
-    if shapes is None:
-        return [None] * len(columns)
-    if shapes and isinstance(shapes[0], int):
-        shapes = [shapes]
-    return per_column(list(shapes), columns)
 
 
 def input_of(array: Any, shape: Any, is_whole: bool) -> torch.Tensor:

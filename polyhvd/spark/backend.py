@@ -8,6 +8,7 @@ from typing import Any
 
 from polyhvd.launch import run as run_here
 from polyhvd.spark.cluster import find
+from polyhvd.spark.elastic import run_elastic
 from polyhvd.spark.running import run
 
 __all__ = ["Backend", "LocalBackend", "SparkBackend"]
@@ -37,6 +38,33 @@ class Backend(abc.ABC):
     def num_processes(self) -> int:
         """The number of ranks."""
 
+    def run_elastic(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        min_num_proc: int | None = None,
+        max_num_proc: int | None = None,
+    ) -> list[Any]:
+        """The same in an elastic job; return the results of its last world in rank order.
+
+        Args:
+            fn: the function, as of :func:`polyhvd.spark.run_elastic`.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            env: environment variables of the ranks.
+            min_num_proc: fewest ranks; None: 1.
+            max_num_proc: most ranks; None: those at the beginning.
+
+        Raises:
+            ValueError: this backend has no elastic jobs, or the numbers contradict each other.
+        """
+        raise ValueError(
+            f"fit(): {type(self).__qualname__} has no elastic jobs; use a SparkBackend or LocalBackend, or "
+            "leave out elastic, min_num_proc and max_num_proc"
+        )
+
 
 class SparkBackend(Backend):
     """Ranks that tasks of Spark start, by :func:`polyhvd.spark.run`.
@@ -44,7 +72,8 @@ class SparkBackend(Backend):
     Args:
         num_proc: number of ranks; None: the slots of the cluster.
         env: environment variables of the ranks.
-        options: other arguments of :func:`polyhvd.spark.run`, such as ``start_timeout``.
+        options: other arguments of :func:`polyhvd.spark.run`, such as ``start_timeout``; for elastic jobs,
+            of :func:`polyhvd.spark.run_elastic`.
 
     Example::
 
@@ -66,6 +95,23 @@ class SparkBackend(Backend):
         """As of :class:`Backend`; raises what :func:`polyhvd.spark.run` does."""
         variables = {**self._env, **(env or {})}
         return run(fn, args, kwargs, num_proc=self._num_proc, env=variables, **self._options)
+
+    def run_elastic(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        min_num_proc: int | None = None,
+        max_num_proc: int | None = None,
+    ) -> list[Any]:
+        """As of :class:`Backend`; raises what :func:`polyhvd.spark.run_elastic` does."""
+        sizes: dict[str, Any] = {
+            "num_proc": self._num_proc,
+            "min_num_proc": min_num_proc or 1,
+            "max_num_proc": max_num_proc,
+        }
+        return run_elastic(fn, args, kwargs, env={**self._env, **(env or {})}, **sizes, **self._options)
 
     def num_processes(self) -> int:
         """As of :class:`Backend`; 0: it is not known."""
@@ -91,6 +137,23 @@ class LocalBackend(Backend):
     ) -> list[Any]:
         """As of :class:`Backend`; raises what :func:`polyhvd.run` does."""
         return run_here(fn, args, kwargs, num_proc=self._num_proc, env=env)
+
+    def run_elastic(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        min_num_proc: int | None = None,
+        max_num_proc: int | None = None,
+    ) -> list[Any]:
+        """As of :class:`Backend`; raises what :func:`polyhvd.run` does."""
+        sizes: dict[str, Any] = {
+            "num_proc": self._num_proc,
+            "min_num_proc": min_num_proc or 1,
+            "max_num_proc": max_num_proc,
+        }
+        return run_here(fn, args, kwargs, env=env, **sizes)
 
     def num_processes(self) -> int:
         """As of :class:`Backend`."""

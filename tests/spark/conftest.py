@@ -9,14 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from spark_common import WEIGHTS
 
 from polyhvd.installed import is_installed
 
 collect_ignore_glob = [] if is_installed("pyspark") else ["test_*.py"]
 collect_ignore_glob += [
-    f"test_spark_estimators_{name}.py" for name in ("torch", "lightning", "keras") if not is_installed(name)
+    f"test_spark_estimators_{name}.py"
+    for name in ("torch", "lightning", "keras", "mxnet")
+    if not is_installed(name)
 ]
+collect_ignore_glob += [] if is_installed("torch") else ["test_spark_estimators_with_connect.py"]
 collect_ignore_glob += [] if is_installed("tensorflow") else ["test_spark_tensorflow.py"]
 
 START_S = 300.0  # what takes ten seconds on an idle machine
@@ -67,6 +72,36 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     yield made
     made.stop()
     end_jvm()
+
+
+@pytest.fixture(scope="module")
+def frame(session: Any) -> Any:
+    """Points on both sides of a plane, as vectors, arrays and numbers, in three partitions."""
+    from pyspark.ml.linalg import Vectors
+
+    points = np.random.default_rng(0).normal(size=(400, 4))
+    rows = [
+        (
+            Vectors.sparse(4, range(4), point) if number % 2 else Vectors.dense(point),
+            point.tolist(),
+            *point.tolist(),
+            int(point @ WEIGHTS > 0),
+            float(point @ WEIGHTS),
+            number % 5 == 0,
+        )
+        for number, point in enumerate(points)
+    ]
+    names = ["vector", "array", "a", "b", "c", "d", "side", "height", "held"]
+    made = session.createDataFrame(rows, names).repartition(3).cache()
+    assert made.count() == 400
+    return made
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    from polyhvd.spark import Store
+
+    return Store.create(str(tmp_path / "store"))
 
 
 def end_jvm() -> None:

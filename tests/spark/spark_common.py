@@ -10,14 +10,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
+
+from polyhvd.data import write_parquet
 
 END_S = 5.0
 BUSY_S = 400.0  # for what takes a second on an idle machine
 STEPS = 6
+#: Of a plane, on both sides of which are the points of the tests of estimators.
+WEIGHTS = np.array([1.0, -2.0, 3.0, 0.5])
 
 
 def in_world(function: Callable[..., Any], *args: Any) -> Any:
@@ -73,6 +79,129 @@ def example_accuracy(name: str) -> float:
     found = re.search(r"^test accuracy ([\d.]+), 2 ranks$", done.stdout, re.MULTILINE)
     assert found, f"{done.stdout}\n{done.stderr}"
     return float(found[1])
+
+
+# Estimators -------------------------------------------------------------------
+
+
+def write_points(store: Any) -> None:
+    """Write two files with columns x and y, of a number of rows that ranks cannot divide equally."""
+    points = np.random.default_rng(1).normal(size=(205, 4))
+    for number, part in enumerate(np.split(points, [90])):
+        path = f"{store.get_train_data_path()}/{number}.parquet"
+        write_parquet({"x": part, "y": part @ WEIGHTS}, path, rows_per_group=20)
+
+
+def columns(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Convert the columns of :func:`write_points` as estimators do."""
+    return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+class Killing:
+    """A ``transformation_fn`` that kills rank 1 once, after the first epoch.
+
+    Args:
+        store: of the fit, whose run_id is "mine".
+        flag: a file that it makes.
+    """
+
+    def __init__(self, store: Any, flag: Path) -> None:
+        self._checkpoint, self._flag = Path(store.get_checkpoint_path("mine")), flag
+
+    def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        import polyhvd
+
+        if polyhvd.rank() == 1 and self._checkpoint.exists() and not self._flag.exists():
+            self._flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return arrays
+
+
+def check_killed_and_resumed(
+    regression: Callable[..., Any], weights_of: Callable[[Any], Any], store: Any, folder: Path
+) -> None:
+    """Check that a killed rank is one error, and that the next fit has the result of one without it.
+
+    Args:
+        regression: makes an estimator.
+        weights_of: of a model.
+        store: for the fit.
+        folder: of the test.
+    """
+    write_points(store)
+    given = {"store": store, "feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "random_seed": 7}
+    given |= {"epochs": 3, "run_id": "mine", "transformation_fn": Killing(store, folder / "flag")}
+    with pytest.raises(RuntimeError, match=r"rank 1 .*(SIGKILL|signal 9)"):
+        regression(**given).fit_on_parquet()
+    run = Path(store.get_checkpoint_path("mine")).parent
+    assert files_in(run) == ["checkpoint", "logs/history.json"]
+    resumed = regression(**given).fit_on_parquet()
+    whole = regression(**{**given, "run_id": "whole"}).fit_on_parquet()
+    assert weights_of(resumed) == weights_of(whole)
+    assert resumed.getHistory() == whole.getHistory()
+
+
+class Slow:
+    """A ``transformation_fn`` that notes the processes of the ranks, and takes a while for each batch.
+
+    Args:
+        folder: for :func:`started`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        if not list(self._folder.glob(f"*-{os.getpid()}")):
+            note(self._folder)
+        time.sleep(0.05)
+        return arrays
+
+
+def elastic_fit(estimator: Any, frame: Any, folder: Path) -> Any:
+    """Fit with run_id "mine" on two executors, and kill a Python worker of Spark after the first epoch.
+
+    Args:
+        estimator: without store and backend.
+        frame: for ``fit``.
+        folder: of the test.
+    """
+    from polyhvd.spark import SparkBackend, Store
+
+    (folder / "started").mkdir()
+    store = Store.create(str(folder / "store"))
+    estimator.setStore(store).setBackend(SparkBackend(num_proc=2)).setElastic(True).setRunId("mine")
+    estimator.setTransformationFn(Slow(folder / "started"))
+    job = ThreadPoolExecutor(1).submit(estimator.fit, frame)
+    wait_until(lambda: Path(store.get_checkpoint_path("mine")).exists() or job.done(), BUSY_S)
+    assert not job.done(), job.exception()
+    ranks = started(folder / "started")
+    assert len(ranks) == 2
+    os.kill(parent_of(ranks[1]), signal.SIGKILL)
+    fitted = job.result(BUSY_S)
+    assert started(folder / "started")[:2] == ranks, "the other rank kept its process"
+    return fitted
+
+
+def check_names(module: str) -> None:
+    """Check that a module offers what surface.txt has; of estimators and models the parameters.
+
+    To change the file, see what ``python tests/surface/names.py MODULE`` prints.
+    """
+    folder = Path(__file__).resolve().parent
+    sys.path.insert(0, str(folder.parent / "surface"))
+    import names
+
+    sections = re.split(r"^\[", (folder / "surface.txt").read_text(), flags=re.MULTILINE)
+    recorded = next(part for part in sections if part.startswith(f"{module}]")).splitlines()[1:]
+    found = names.offered(module)
+    if module != "polyhvd.spark":
+        found = [line for line in found if line.startswith("class ")]
+    assert found == recorded
 
 
 # Elastic jobs -----------------------------------------------------------------

@@ -10,30 +10,16 @@ import cloudpickle
 import keras
 import numpy as np
 import pytest
+import spark_common
 from pyspark.ml import Pipeline, PipelineModel
-from spark_common import example_accuracy
+from spark_common import check_killed_and_resumed, check_names, elastic_fit, example_accuracy, write_points
 
 import polyhvd.spark
-from polyhvd.data import ParquetLoader, write_parquet
+from polyhvd.data import ParquetLoader
 from polyhvd.spark.keras import KerasEstimator, KerasModel
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-WEIGHTS = np.array([1.0, -2.0, 3.0, 0.5])
-
-
-@pytest.fixture(scope="module")
-def frame(session: Any) -> Any:
-    points = np.random.default_rng(0).normal(size=(400, 4))
-    rows = [
-        (point.tolist(), int(point @ WEIGHTS > 0), float(point @ WEIGHTS), number % 5 == 0)
-        for number, point in enumerate(points)
-    ]
-    return session.createDataFrame(rows, ["array", "side", "height", "held"]).repartition(3).cache()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    return polyhvd.spark.Store.create(str(tmp_path / "store"))
+for module in (spark_common, sys.modules[__name__]):
+    cloudpickle.register_pickle_by_value(module)
 
 
 def regression(**values: Any) -> KerasEstimator:
@@ -106,7 +92,7 @@ def reference(folder: str, epochs: int) -> list[Any]:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.05 * hvd.size(), momentum=0.5)
     model.compile(hvd.DistributedOptimizer(optimizer), "mse")
-    loader = ParquetLoader(folder, columns=["x", "y"], batch_size=8, seed=7, transform=columns)
+    loader = ParquetLoader(folder, columns=["x", "y"], batch_size=8, seed=7, transform=with_an_axis)
     data = Batches(loader, x="x", y="y").dataset()
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
@@ -118,15 +104,12 @@ def reference(folder: str, epochs: int) -> list[Any]:
     return weights
 
 
-def columns(arrays: dict[str, Any]) -> dict[str, Any]:
+def with_an_axis(arrays: dict[str, Any]) -> dict[str, Any]:
     return {"x": arrays["x"].astype(np.float32), "y": arrays["y"].astype(np.float32)[:, None]}
 
 
 def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store: Any) -> None:
-    points = np.random.default_rng(1).normal(size=(205, 4))
-    for number, part in enumerate(np.split(points, [90])):
-        path = f"{store.get_train_data_path()}/{number}.parquet"
-        write_parquet({"x": part, "y": part @ WEIGHTS}, path, rows_per_group=20)
+    write_points(store)
     wanted = polyhvd.run(reference, (store.get_train_data_path(), 3), num_proc=2)
     given = {"store": store, "feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8}
     whole = regression(**given, epochs=3).fit_on_parquet()
@@ -135,6 +118,20 @@ def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store
     resumed = regression(**given, epochs=3, run_id="named").fit_on_parquet()
     assert weights_of(resumed) == wanted[0]
     assert resumed.getHistory() == whole.getHistory()
+
+
+@pytest.mark.nightly
+def test_an_elastic_fit_outlives_a_worker(frame: Any, tmp_path: Path) -> None:
+    stopping = keras.callbacks.EarlyStopping("loss", patience=9)
+    estimator = regression(epochs=4, batch_size=16, validation="held", callbacks=[stopping])
+    history = elastic_fit(estimator, frame, tmp_path).getHistory()
+    assert {name: len(values) for name, values in history.items()} == {"loss": 4, "val_loss": 4}
+    assert history["loss"][-1] < 0.1 * history["loss"][0]
+
+
+@pytest.mark.nightly
+def test_a_killed_rank_is_one_error_and_the_next_fit_resumes(store: Any, tmp_path: Path) -> None:
+    check_killed_and_resumed(regression, weights_of, store, tmp_path)
 
 
 class Doubled(keras.layers.Layer):
@@ -190,3 +187,7 @@ def test_bad_input_is_one_error(values: dict[str, Any], text: str, frame: Any, s
 @pytest.mark.nightly
 def test_the_example_trains_and_predicts() -> None:
     assert example_accuracy("spark_keras.py") > 0.9
+
+
+def test_the_module_offers_what_was_recorded() -> None:
+    check_names("polyhvd.spark.keras")

@@ -11,53 +11,30 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+import spark_common
 import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import VectorAssembler
-from pyspark.ml.linalg import Vectors
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions
-from spark_common import example_accuracy
+from spark_common import (
+    check_killed_and_resumed,
+    check_names,
+    elastic_fit,
+    example_accuracy,
+    files_in,
+    write_points,
+)
 
 import polyhvd.spark
-from polyhvd.data import ParquetLoader, write_parquet
+from polyhvd.data import ParquetLoader
 from polyhvd.errors import DataError
 from polyhvd.spark.estimators import params
 from polyhvd.spark.torch import TorchEstimator, TorchModel
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-WEIGHTS = np.array([1.0, -2.0, 3.0, 0.5])
-
-
-@pytest.fixture(scope="module")
-def frame(session: Any) -> Any:
-    """Points on both sides of a plane, as vectors, arrays and numbers, in three partitions."""
-    points = np.random.default_rng(0).normal(size=(400, 4))
-    rows = [
-        (
-            Vectors.sparse(4, range(4), point) if number % 2 else Vectors.dense(point),
-            point.tolist(),
-            *point.tolist(),
-            int(point @ WEIGHTS > 0),
-            float(point @ WEIGHTS),
-            number % 5 == 0,
-        )
-        for number, point in enumerate(points)
-    ]
-    names = ["vector", "array", "a", "b", "c", "d", "side", "height", "held"]
-    made = session.createDataFrame(rows, names).repartition(3).cache()
-    assert made.count() == 400
-    return made
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    return polyhvd.spark.Store.create(str(tmp_path / "store"))
-
-
-def files_in(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+for module in (spark_common, sys.modules[__name__]):
+    cloudpickle.register_pickle_by_value(module)
 
 
 def accuracy(outputs: Any, labels: Any) -> Any:
@@ -152,10 +129,7 @@ def reference(folder: str, model: Any, optimizer: Any, epochs: int) -> dict[str,
 
 
 def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store: Any) -> None:
-    points = np.random.default_rng(1).normal(size=(205, 4))
-    for number, part in enumerate(np.split(points, [90])):
-        path = f"{store.get_train_data_path()}/{number}.parquet"
-        write_parquet({"x": part, "y": part @ WEIGHTS}, path, rows_per_group=20)
+    write_points(store)
     given = {"store": store, "feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "random_seed": 7}
     estimator = regression(**given)
     wanted = polyhvd.run(
@@ -174,6 +148,26 @@ def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store
     assert values_of(again.getModel()) == wanted[0]
     with pytest.raises(ValueError, match=r"run_id 'named', with other values of batch_size: 8, not 4"):
         named.setBatchSize(4).fit_on_parquet()
+
+
+def mean_label(outputs: Any, labels: Any) -> Any:
+    return labels.double().mean()
+
+
+def test_an_elastic_fit_outlives_a_worker_and_uses_each_row_once(frame: Any, tmp_path: Path) -> None:
+    estimator = regression(metrics=[mean_label], epochs=4, batch_size=16)
+    history = elastic_fit(estimator, frame, tmp_path).getHistory()
+    wanted = np.mean([row.height for row in frame.select("height").collect()])
+    assert [entry["epoch"] for entry in history] == [0, 1, 2, 3]
+    for entry in history:
+        found = entry["train"]["all_metrics"][0]["group_0_height"]
+        assert found == pytest.approx(wanted, rel=1e-5), "each row has been used once"
+    assert history[-1]["train"]["loss"] < 0.1 * history[0]["train"]["loss"]
+
+
+@pytest.mark.nightly
+def test_a_killed_rank_is_one_error_and_the_next_fit_resumes(store: Any, tmp_path: Path) -> None:
+    check_killed_and_resumed(regression, lambda model: values_of(model.getModel()), store, tmp_path)
 
 
 @pytest.mark.nightly
@@ -444,3 +438,7 @@ def test_every_parameter_is_documented() -> None:
 
 def test_the_example_trains_and_predicts() -> None:
     assert example_accuracy("spark_torch.py") > 0.9
+
+
+def test_the_module_offers_what_was_recorded() -> None:
+    check_names("polyhvd.spark.torch")

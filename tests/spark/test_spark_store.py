@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from spark_common import check_names
 
 import polyhvd.spark
 from polyhvd.spark import DBFSLocalStore, FilesystemStore, LocalBackend, LocalStore, Store
@@ -118,3 +119,7 @@ def test_a_local_backend_runs_on_ranks_of_this_host() -> None:
     backend = LocalBackend(2)
     assert backend.num_processes() == 2
     assert backend.run(place, (5,), env={"MINE": "x"}) == [(5, 2, "x"), (6, 2, "x")]
+
+
+def test_the_module_offers_what_was_recorded() -> None:
+    check_names("polyhvd.spark")

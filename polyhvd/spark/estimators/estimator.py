@@ -22,7 +22,7 @@ from polyhvd.spark.estimators.saving import Persistent
 from polyhvd.spark.estimators.training import Job, Trainer, work
 from polyhvd.spark.store import FilesystemStore
 
-__all__ = ["FrameworkEstimator", "per_column"]
+__all__ = ["FrameworkEstimator", "per_column", "shapes_of"]
 
 _LOG = logging.getLogger("polyhvd")
 #: Parameters that make a fit another one, so that it cannot resume.
@@ -105,11 +105,12 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                 partitions=max(1, backend.num_processes()) * self.getOrDefault("partitions_per_process"),
                 seed=self.getOrDefault("random_seed") or 0,
             )
-            if written.train_rows < backend.num_processes():
+            ranks = max(backend.num_processes(), self.getOrDefault("max_num_proc") or 0)
+            if written.train_rows < ranks:
                 raise ValueError(
                     f"fit(): the training data has {written.train_rows} "
-                    f"row{'s' * (written.train_rows != 1)}, fewer than the {backend.num_processes()} ranks; "
-                    "use more rows, or a smaller num_proc"
+                    f"row{'s' * (written.train_rows != 1)}, fewer than the {ranks} ranks; use more rows, or "
+                    "a smaller num_proc"
                 )
             return self._train(payload, written.train, written.validation, types, written.checksums, run_id)
         finally:
@@ -147,8 +148,14 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                 run_id=run_id,
                 store=store,
                 resumes=found is not None,
+                is_elastic=self._is_elastic(),
             )
-            results = self._backend().run(work, (job,), env=dict(self.getOrDefault("backend_env")))
+            backend, env = self._backend(), dict(self.getOrDefault("backend_env"))
+            if job.is_elastic:
+                sizes = {name: self.getOrDefault(name) for name in ("min_num_proc", "max_num_proc")}
+                results = backend.run_elastic(work, (job,), env=env, **sizes)
+            else:
+                results = backend.run(work, (job,), env=env)
             found = results[0]
         assert found is not None
         labels = {name: types[name] for name in self._list("label_cols")}
@@ -233,6 +240,10 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
             raise ValueError(f"fit(): backend is {given!r}; expected a SparkBackend or LocalBackend")
         return SparkBackend(size, verbose=self.getOrDefault("verbose")) if given is None else given
 
+    def _is_elastic(self) -> bool:
+        sizes = (self.getOrDefault(name) for name in ("min_num_proc", "max_num_proc"))
+        return bool(self.getOrDefault("elastic")) or any(size is not None for size in sizes)
+
     def _checked_store(self) -> FilesystemStore:
         store = self.getOrDefault("store")
         if not isinstance(store, FilesystemStore):
@@ -247,6 +258,13 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         for name in ("model", "feature_cols", "label_cols"):
             if not self.getOrDefault(name):
                 raise ValueError(f"fit(): {name} is missing")
+        if self._is_elastic() and self.getOrDefault("train_steps_per_epoch") is not None:
+            raise ValueError(
+                "fit(): pass train_steps_per_epoch or elastic=True, not both: an epoch of an elastic fit has "
+                "each row once"
+            )
+        for name in ("min_num_proc", "max_num_proc"):
+            _require_positive(name, self.getOrDefault(name))
         for name in ("batch_size", "val_batch_size", "epochs", "partitions_per_process"):
             _require_positive(name, self.getOrDefault(name))
         for name in ("train_steps_per_epoch", "validation_steps_per_epoch", "backward_passes_per_step"):
@@ -308,3 +326,12 @@ def per_column(value: Any, columns: Sequence[str]) -> list[Any]:
     if len(values) != len(columns):
         raise ValueError(f"fit(): there are {len(values)} values for the columns {', '.join(columns)}")
     return values
+
+
+def shapes_of(shapes: Any, columns: Sequence[str]) -> list[Any]:
+    """A shape for each column, or None."""
+    if shapes is None:
+        return [None] * len(columns)
+    if shapes and isinstance(shapes[0], int):
+        shapes = [shapes]
+    return per_column(list(shapes), columns)

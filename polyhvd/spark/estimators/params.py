@@ -15,8 +15,8 @@ from pyspark.ml.param import Param, Params, TypeConverters
 __all__ = ["ESTIMATORS", "MODELS", "Parameter", "describe", "has_params", "without_effect"]
 
 #: Estimators by the names of their frameworks.
-_ALL = ("torch", "lightning", "keras")
-_TITLES = {"torch": "PyTorch", "lightning": "Lightning", "keras": "Keras"}
+_ALL = ("torch", "lightning", "keras", "mxnet")
+_TITLES = {"torch": "PyTorch", "lightning": "Lightning", "keras": "Keras", "mxnet": "Gluon"}
 _OF_MODULE = {"lightning": "a LightningModule has its own"}
 _Class = TypeVar("_Class", bound=type)
 
@@ -59,6 +59,16 @@ _TEXTS, _FLOATS = TypeConverters.toListString, TypeConverters.toListFloat
 #: Of estimators, in the order of docs/spark.md.
 ESTIMATORS = (
     Parameter("num_proc", "number of ranks; without it and `backend`: the slots of the cluster", None, _INT),
+    Parameter(
+        "elastic",
+        "whether `fit` continues when ranks, tasks or executors are lost; see [below](#elastic-estimators)",
+        False,
+        _BOOL,
+    ),
+    Parameter("min_num_proc", "fewest ranks of an elastic `fit`; without it 1", None, _INT),
+    Parameter(
+        "max_num_proc", "most ranks of an elastic `fit`; without it those at the beginning", None, _INT
+    ),
     Parameter("model", "the model to train, which stays as it is"),
     Parameter("backend", "runs the ranks: a `SparkBackend` or `LocalBackend`, in place of `num_proc`"),
     Parameter("store", "a `Store` for the rows of `fit`, and for checkpoints"),
@@ -70,7 +80,7 @@ ESTIMATORS = (
     Parameter("loss", "the loss, or a list with one for each label column", ignored=_OF_MODULE),
     Parameter(
         "loss_weights",
-        "factors of the losses; without it, PyTorch's are averaged, and Keras's added",
+        "factors of the losses; without it, those of PyTorch and Gluon are averaged, and Keras's added",
         None,
         _FLOATS,
         ignored=_OF_MODULE,
@@ -105,7 +115,10 @@ ESTIMATORS = (
         "callbacks",
         "callbacks of the framework, on every rank",
         [],
-        ignored={"torch": "PyTorch has no callbacks; see `train_minibatch_fn`"},
+        ignored={
+            "torch": "PyTorch has no callbacks; see `train_minibatch_fn`",
+            "mxnet": "Gluon's are those of `gluon.contrib.estimator`, which is not used",
+        },
     ),
     Parameter("batch_size", "rows of a step for each rank", 32, _INT),
     Parameter(
@@ -182,7 +195,7 @@ ESTIMATORS = (
     Parameter(
         "input_shapes",
         "a shape for each feature column, with -1 for the rows, as in `[[-1, 1, 28, 28]]`",
-        frameworks=("torch", "lightning"),
+        frameworks=("torch", "lightning", "mxnet"),
     ),
     Parameter(
         "loss_constructors",
@@ -277,7 +290,7 @@ MODELS = (
     Parameter("categorical_cols", "as of the estimator", None, _TEXTS),
     Parameter("custom_objects", "as of the estimator", {}, frameworks=("keras",)),
     Parameter("optimizer", "the optimizer, with its state", frameworks=("torch",)),
-    Parameter("input_shapes", "as of the estimator", frameworks=("torch", "lightning")),
+    Parameter("input_shapes", "as of the estimator", frameworks=("torch", "lightning", "mxnet")),
     Parameter("loss", "as of the estimator", frameworks=("torch",)),
     Parameter("loss_constructors", "as of the estimator", frameworks=("torch",)),
 )

@@ -19,7 +19,7 @@ from polyhvd.spark.estimators.checkpoint import Checkpoint
 from polyhvd.spark.estimators.preparing import Rows
 from polyhvd.training.naming import gather_by_name
 
-__all__ = ["Job", "Run", "Shaping", "Trainer", "stacked", "transformed", "work"]
+__all__ = ["Job", "Run", "Shaping", "Trainer", "require_columns_of", "stacked", "transformed", "work"]
 
 _VALIDATION_STREAMS = 64  # so that each row group is read once; the order does not matter
 
@@ -40,6 +40,7 @@ class Job:
         run_id: name of the run.
         store: for checkpoints.
         resumes: whether there is a checkpoint of this run.
+        is_elastic: whether ranks may be lost and join.
     """
 
     imported: Any  # the first attribute, since attributes are unpickled in their order
@@ -53,6 +54,7 @@ class Job:
     run_id: str
     store: Any
     resumes: bool
+    is_elastic: bool = False
 
 
 class Trainer(abc.ABC):
@@ -74,6 +76,15 @@ class Trainer(abc.ABC):
             job: of the driver.
         """
         return None
+
+
+def require_columns_of(arrays: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise ValueError if a batch lacks columns, since a ``transformation_fn`` has not returned them."""
+    if missing := [name for name in names if name not in arrays]:
+        raise ValueError(
+            f"fit(): transformation_fn returned the columns {', '.join(arrays)}; the column {missing[0]!r} "
+            "is missing"
+        )
 
 
 def work(job: Job) -> Checkpoint | None:
@@ -125,10 +136,11 @@ class Run:
         """The checkpoint, on rank 0."""
         if polyhvd.rank() != 0:
             return None
-        if not self.job.resumes:
-            return Checkpoint(self.job.run)
-        path = self.job.store.get_checkpoint_path(self.job.run_id)
-        return Checkpoint.load(self.job.store.read(path), path)
+        job, path = self.job, self.job.store.get_checkpoint_path(self.job.run_id)
+        # All ranks of an elastic job may have been lost after they had written one.
+        if job.resumes or (job.is_elastic and path is not None and job.store.exists(path)):
+            return Checkpoint.load(job.store.read(path), path)
+        return Checkpoint(job.run)
 
     @property
     def has_validation(self) -> bool:
@@ -198,10 +210,13 @@ class Run:
         totals = {name: values.sum(axis=0) for name, values in rows.items()}
         return {name: float(value / count) if count else 0.0 for name, (value, count) in totals.items()}
 
-    def finish_epoch(self, history: Any, shapes: Sequence[Sequence[int]], state: Callable[[], bytes]) -> None:
+    def finish_epoch(
+        self, epoch: int, history: Any, shapes: Sequence[Sequence[int]], state: Callable[[], bytes]
+    ) -> None:
         """Note an epoch; rank 0 writes a checkpoint, and the history beside the run's logs.
 
         Args:
+            epoch: its number, from 0.
             history: the metrics of all epochs, which JSON can hold.
             shapes: of the model's outputs, without the axis of the rows.
             state: returns the state of model and optimizer; it is called on rank 0.
@@ -209,14 +224,18 @@ class Run:
         Raises:
             DataError: the store cannot be written.
         """
+        self.checkpoint.epochs = epoch + 1
+        self.conclude(history, shapes, state)
+        if polyhvd.rank() == 0:
+            self._write()
+
+    def conclude(self, history: Any, shapes: Sequence[Sequence[int]], state: Callable[[], bytes]) -> None:
+        """Keep what rank 0 returns to the driver, without writing it; as :meth:`finish_epoch`."""
         checkpoint = self.checkpoint
-        checkpoint.epochs += 1
         checkpoint.history = history
         checkpoint.shapes = [list(shape) for shape in shapes]
-        if polyhvd.rank() != 0:
-            return
-        checkpoint.state = state()
-        self._write()
+        if polyhvd.rank() == 0:
+            checkpoint.state = state()
 
     def replace_state(self, state: Callable[[], bytes]) -> None:
         """Replace the state of the last epoch, on rank 0; as :meth:`finish_epoch`."""

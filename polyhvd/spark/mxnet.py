@@ -1,0 +1,11 @@
+"""The estimator of Gluon for Spark ML, from the folder of MXNet's adapter. See docs/spark.md."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_found = import_module("polyhvd.mxnet.spark")
+GluonEstimator = _found.GluonEstimator
+GluonModel = _found.GluonModel
+
+__all__ = ["GluonEstimator", "GluonModel"]
