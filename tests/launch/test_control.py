@@ -130,6 +130,16 @@ def test_waiting_for_a_silent_launcher_ends(
     assert "no answer in time" in capsys.readouterr().err
 
 
+def test_a_launcher_that_takes_no_more_connections_is_reported_as_stopped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0polyhvd/job/{os.getpid()}-full")
+        listener.listen(1)  # full after the two connections that look who listens
+        assert leave.main(["--job", str(os.getpid()), "--rank", "1"]) == 1
+    assert f"no answer in time from job {os.getpid()}; is its polyhvdrun stopped?" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="setuid() to another user needs root")
 @pytest.mark.parametrize("prefix", ["polyhvd/job/", "polyhvd/fixed/"])
 @pytest.mark.parametrize("suffix", ["", "-1234"])

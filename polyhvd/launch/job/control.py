@@ -258,7 +258,10 @@ def request(
     deadline = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(min(timeout_s, _CLIENT_TIMEOUT_S))
-        connection.connect(place)
+        try:
+            connection.connect(place)
+        except BlockingIOError:  # earlier requests wait for a launcher that is stopped
+            raise TimeoutError from None
         if not _is_trusted(job, *network.peer(connection)):
             raise PermissionError(f"job {job} did not answer: another user's process has its name")
         count, data = 0, b""
