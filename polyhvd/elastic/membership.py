@@ -353,6 +353,16 @@ class Membership:
             actions += self._dismiss_where_all_leave()  # it may have been the only one to stay
         return actions + self._settle(now)
 
+    def finished_without(self, member: int) -> bool:
+        """Return whether the others have continued without a member until the job's end; counts its loss.
+
+        It was lost, but the report of that has arrived only after the end.
+        """
+        found = self._members.get(member)
+        is_lost = self._over and found is not None and found.dying
+        self.replaced += is_lost
+        return is_lost
+
     def begins(self, member: int) -> None:
         """A member that has joined has called its elastic function."""
         if (found := self._members.get(member)) is not None:

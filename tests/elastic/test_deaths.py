@@ -48,7 +48,11 @@ def one_loss(folder: Path) -> tuple[list[float], float]:
             r"|process 1 on localhost was killed by SIGKILL",  # the launcher's report, if it came first
             error,
         )
-    assert "process 1 on localhost was killed by SIGKILL; the job continues" in err
+    # Its exit may come after the end of the others.
+    loss = (
+        r"process 1 on localhost was killed by SIGKILL; the (job continues|others have finished without it)"
+    )
+    assert re.search(loss, err), err
     return [float(at) for at, _, _ in heard], closed[0]
 
 

@@ -412,6 +412,17 @@ def test_member_that_was_seen_dead_may_be_done() -> None:
     assert membership.ended(0, ExitKind.WELL, 100.0) == [Finish()]
 
 
+def test_a_loss_that_is_reported_after_the_end_is_counted() -> None:
+    membership = running(Limits(3, 2, 3), {"a": 3})
+    membership.request(0, 1, 10.0, progressed=True, dead=[2])
+    assert formed(membership.request(1, 1, 10.0, dead=[2])) == [(0, 1)]
+    membership.ended(0, ExitKind.WELL, 11.0)
+    assert membership.ended(1, ExitKind.WELL, 11.0) == [Finish()]
+    assert membership.finished_without(2)
+    assert membership.replaced == 1
+    assert not membership.finished_without(1)
+
+
 @pytest.mark.parametrize(
     ("limits", "progressed"),
     [

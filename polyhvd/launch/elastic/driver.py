@@ -244,6 +244,10 @@ class Driver:
             self._endings = {member: item for member, item in self._endings.items() if member in blamable}
             self._endings[ending.rank] = ending
         if self.over:  # for another reason, which is about to end this one, too
+            if exit_kind in (ExitKind.LOST, ExitKind.KILLED) and self._membership.finished_without(
+                ending.rank
+            ):
+                self._report(f"{describe(ending)}; the others have finished without it")
             return StopOthers(now + _SETTLE_S) if ending.failed else GoOn()
         counted = self._membership.staying | set(self._membership.ranks)
         has_finished = ending.progress == FINISHED
