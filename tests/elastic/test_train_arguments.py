@@ -13,6 +13,7 @@ import polyhvd.numpy as hvd
 import pytest
 
 from polyhvd.data import ArrayLoader
+from polyhvd.elastic.leaving import Leave, run_callbacks
 
 pytestmark = pytest.mark.ranks(1, framework="numpy")
 
@@ -61,6 +62,25 @@ def test_epochs_without_a_step_end_all_the_same() -> None:
     for data in (loader(0), loader(1, last="drop")):
         hvd.elastic.train(pytest.fail, state(), data, epochs=2, on_epoch_end=ended.append, progress=False)
     assert ended == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "everyone", "written"), [(0, True, True), (1, True, False), (0, False, False)]
+)
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_only_the_first_of_ranks_that_all_leave_writes(
+    tmp_path: Path, has_folder: bool, rank: int, everyone: bool, written: bool
+) -> None:
+    found: list[list[str]] = []
+
+    def step(batch: Any) -> None:
+        run_callbacks(Leave(rank, 2, everyone))
+        found.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    folder = {"checkpoint": tmp_path, "checkpoint_every": 100} if has_folder else {}
+    hvd.elastic.train(step, state(), loader(4), epochs=1, progress=False, **folder)
+    second = ["checkpoint-000000000001.npz"] if written and has_folder else []
+    assert [name for name in found[1] if "000000000001" in name] == second
 
 
 @pytest.mark.parametrize("other", ["attribute", "rows"])
