@@ -27,6 +27,7 @@ from polyhvd.errors import CheckpointError
 __all__ = ["Folder", "TornError", "pack", "unpack"]
 
 _FORMAT = 1
+_OF_A_PACKAGE = 2  # dtype.isbuiltin of a type that NumPy does not have
 _NAME = re.compile(r"checkpoint-(\d{12})\.npz")
 _TORN_NAME = re.compile(r"checkpoint-(\d{12})\.torn")
 _TEMPORARY = ".writing-"
@@ -77,9 +78,9 @@ def pack(value: Any, where: str = "state") -> tuple[Any, list[Array]]:
         if isinstance(item, (np.ndarray, np.generic)) and not item.dtype.hasobject:
             kind = "array" if isinstance(item, np.ndarray) else "scalar"
             array = np.asarray(item)
-            if array.dtype.kind == "V" and array.dtype.names is None:  # bfloat16 and such, of ml_dtypes
-                raw = np.frombuffer(array.tobytes(), np.uint8)
-                return {"raw": kept(raw), "dtype": array.dtype.name, "shape": list(array.shape)}
+            if array.dtype.isbuiltin == _OF_A_PACKAGE:  # bfloat16 and such, of ml_dtypes
+                raw = {"raw": kept(np.frombuffer(array.tobytes(), np.uint8)), "dtype": array.dtype.name}
+                return {**raw, "shape": list(array.shape), "is_scalar": kind == "scalar"}
             return {kind: kept(array)}
         if isinstance(item, (bytes, bytearray)):
             return {"bytes": kept(np.frombuffer(bytes(item), np.uint8))}
@@ -105,6 +106,7 @@ def unpack(tree: Any, array: Callable[[int], Array]) -> Any:
         array: returns the array of a number.
 
     Raises:
+        CheckpointError: a package is missing.
         ValueError: it is no such tree.
 
     Example::
@@ -121,7 +123,8 @@ def unpack(tree: Any, array: Callable[[int], Array]) -> Any:
     if kind == "bytes":
         return array(content).tobytes()
     if kind == "raw":
-        return np.frombuffer(array(content).tobytes(), np.dtype(tree["dtype"])).reshape(tree["shape"]).copy()
+        made = np.frombuffer(array(content).tobytes(), _dtype_of(tree["dtype"])).reshape(tree["shape"]).copy()
+        return made[()] if tree.get("is_scalar") else made
     if kind == "dict":
         return {unpack(key, array): unpack(item, array) for key, item in content}
     if kind == "list":
@@ -133,6 +136,18 @@ def unpack(tree: Any, array: Callable[[int], Array]) -> Any:
 
 class TornError(CheckpointError):
     """A file is not whole, or is not a checkpoint."""
+
+
+def _dtype_of(name: str) -> np.dtype[Any]:
+    """The type of this name, whether or not the program has imported ml_dtypes yet."""
+    try:
+        import ml_dtypes  # seldom needed
+    except ImportError:
+        raise CheckpointError(
+            f"the checkpoint has numbers of type {name}, which need the package ml_dtypes: "
+            "python -m pip install -U ml_dtypes"
+        ) from None
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 class Folder:

@@ -40,6 +40,7 @@ _TICK_S = 1.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _INT = struct.Struct("i")
 _HERE, _NONE = b"M", b"-"  # of messages with memory, and without
+_REASON_S = 2.0  # for the report of a rank that cannot connect
 
 
 def connect(
@@ -325,7 +326,9 @@ class _Meeting:
                 self._meet_by_tcp("data", peer)
             if self._rank == domains[mine][0] and (tree_parent(i) == mine or tree_parent(mine) == i):
                 self._meet_by_tcp("control", ranks[0])
-        self._until(lambda: not self._absent(), self._absent_text)
+        # A rank that only waits to be called does not know what fails: one that calls reports it first.
+        calls = any(peer < self._rank for purpose, peer in self._dials if purpose != "local")
+        self._until(lambda: not self._absent(), self._absent_text, slack_s=0.0 if calls else _REASON_S)
 
     def _meet_by_tcp(self, purpose: str, peer: int) -> None:
         """The first address that answers, where there are several."""

@@ -7,10 +7,13 @@ import os
 import pickle
 import resource
 import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -39,6 +42,52 @@ def test_value_is_what_was_written(tmp_path: Path) -> None:
     assert found["nested"][(1, "a")] == 2**70
     assert found["nested"]["t"] == (1, (2.0, b"\0\xff"))
     assert found["nested"]["t"][1][0].dtype == np.float32
+
+
+def test_types_that_numpy_does_not_have_are_what_was_written(tmp_path: Path) -> None:
+    numbers = np.arange(6).reshape(2, 3)
+    kinds = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
+    value = {
+        "arrays": [numbers.astype(kind) for kind in kinds],
+        "none": np.empty((0, 3), ml_dtypes.bfloat16),
+        "zero": np.array(0, ml_dtypes.bfloat16),
+        "bytes": np.full(2, b"ab", "V4"),
+    }
+    folder = Folder(tmp_path)
+    folder.write(1, {**value, "scalar": ml_dtypes.bfloat16(1.5)})
+    found = folder.read(1)
+    scalar = found.pop("scalar")
+    assert (type(scalar), scalar) == (ml_dtypes.bfloat16, 1.5)
+    assert list(found) == list(value)
+    pairs = [
+        *zip(found.pop("arrays"), value.pop("arrays"), strict=True),
+        *((found[k], value[k]) for k in value),
+    ]
+    for mine, written in pairs:
+        np.testing.assert_array_equal(mine, written, strict=True)
+
+
+def test_types_of_a_package_are_read_before_the_program_has_imported_it(tmp_path: Path) -> None:
+    Folder(tmp_path).write(1, {"w": np.ones(2, ml_dtypes.bfloat16)})
+    source = (
+        "import sys\n"
+        "from polyhvd.elastic.checkpoint import Folder\n"
+        "from polyhvd.errors import CheckpointError\n"
+        "print('ml_dtypes' in sys.modules)\n"
+        "print(Folder(sys.argv[1]).read(1)['w'].dtype)\n"
+        "sys.modules['ml_dtypes'] = None\n"
+        "try: Folder(sys.argv[1]).read(1)\n"
+        "except CheckpointError as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source, tmp_path], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == [
+        "False",
+        "bfloat16",
+        "CheckpointError the checkpoint has numbers of type bfloat16, which need the package ml_dtypes: "
+        "python -m pip install -U ml_dtypes",
+    ], done.stderr
 
 
 def test_two_are_kept_and_what_the_dead_have_begun_is_removed(tmp_path: Path) -> None:

@@ -187,6 +187,19 @@ def test_missing_ranks_are_named(world: World) -> None:
         assert f"waited {SHORT_S:g} s for ranks [1, 2] (of 4): they have not called init()" in str(result)
 
 
+def test_ranks_that_cannot_be_reached_are_named_with_their_address(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap._Meeting, "_listen", lambda self, address: 9)  # where nothing listens
+    configs = [world.config(r, 3, host_id="aab"[r], start_timeout_s=SHORT_S) for r in range(3)]
+    results = world.start(configs)()
+    for result in results:
+        assert isinstance(result, PeerLostError)
+        assert f"waited {SHORT_S:g} s for connections with ranks [" in str(result)
+        assert "a firewall, or the wrong interface (POLYHVD_GLOO_IFACE)?" in str(result)
+    assert any("127.0.0.1 port 9): Connection refused" in str(result) for result in results), results
+
+
 def test_ranks_of_different_generations_do_not_meet(world: World) -> None:
     old = world.start([world.config(0, 2, start_timeout_s=SHORT_S)], generation=1)
     new = world.start([world.config(1, 2, start_timeout_s=SHORT_S)], generation=2)

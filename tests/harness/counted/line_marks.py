@@ -3,6 +3,7 @@
 A mark is a byte in a file that all processes share by mmap, so the marks of a rank that is killed remain.
 ``tools/coverage.py`` lays the file out. In a process with TEST_LINES in its environment, modules of the product
 are compiled with a statement before each of theirs that sets its mark: nothing traces, other code runs as it is.
+Programs that polyhvd sends to other interpreters, the agents', have no marks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import marshal
 import mmap
 import os
 import sys
-from types import CodeType
+from types import CodeType, ModuleType
 
 MARKS = "__line_marks__"  # the name of the bytes, among the builtins
 
@@ -73,25 +74,28 @@ def _mark(index: int, statement: ast.stmt) -> ast.stmt:
     return mark
 
 
-def install(folder: str, name: str) -> None:
-    """Mark lines in the file of this name, of modules that the layout in this folder contains."""
+def install(folder: str) -> None:
+    """Mark lines of the modules that the layout in this folder contains."""
     try:
         with open(os.path.join(folder, "layout")) as layout:
             rows = [line.rstrip("\n").split("\t") for line in layout]
-        with open(os.path.join(folder, name), "r+b") as file:
+        with open(os.path.join(folder, "marks"), "r+b") as file:
             marks = mmap.mmap(file.fileno(), 0)
     except OSError:  # the run has ended, or this process may not read it
         return
     offsets = {path: int(offset) for path, offset in rows}
     setattr(builtins, MARKS, marks)
     loader = importlib.machinery.SourceFileLoader
-    code_of = loader.get_code
+    execute = loader.exec_module
 
-    def get_code(self: importlib.machinery.SourceFileLoader, fullname: str) -> CodeType | None:
-        offset = offsets.get(self.path)
-        return code_of(self, fullname) if offset is None else _cached(folder, self.path, offset)
+    def exec_module(self: importlib.machinery.SourceFileLoader, module: ModuleType) -> None:
+        offset = offsets.get(str(self.path))
+        if offset is None:
+            execute(self, module)
+        else:
+            exec(_cached(folder, str(self.path), offset), module.__dict__)
 
-    loader.get_code = get_code  # type: ignore[method-assign]
+    loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
 def _cached(folder: str, path: str, offset: int) -> CodeType:

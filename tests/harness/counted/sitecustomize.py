@@ -52,3 +52,7 @@ if "TEST_COSTS" in os.environ:
     sys.meta_path.insert(0, _Counted)  # type: ignore[arg-type]
     os.register_at_fork(after_in_child=lambda: _count("f"))
     _count("p")
+if "TEST_LINES" in os.environ:
+    import line_marks
+
+    line_marks.install(os.environ["TEST_LINES"])
