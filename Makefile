@@ -196,6 +196,12 @@ test:
 	$(MAKE) -j$(JOBS) $(STAMPS)/test core units stand-ins
 	$(PY) tools/suite.py -m "not slow and not nightly" $(TESTS)
 
+##@ coverage  the lines of the product that make test and make slow run, by folder; build/coverage/missed.txt has the others
+# PyTorch's compiler refuses the marks.
+.PHONY: coverage
+coverage: $(STAMPS)/test core units stand-ins
+	$(PY) tools/coverage.py -m "not nightly" -k "not compil" $(TESTS)
+
 ##@ durations  the tests and files that have cost most in the last make test or make slow
 .PHONY: durations
 durations:

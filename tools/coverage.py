@@ -1,7 +1,7 @@
-"""Which lines of the product tests have run: ``python tools/coverage.py begin`` before them, ``report`` after.
+"""Runs the test suite and reports which lines of the product have run: ``make coverage``.
 
-``tests/harness/counted/line_marks.py`` marks the lines, in processes that have TEST_LINES in their environment.
-The report shows the lines of each folder; build/coverage/missed.txt lists those of each file that did not run.
+``tests/harness/counted/line_marks.py`` marks the lines, also in ranks that are killed. The report shows the
+share of each folder; build/coverage/missed.txt lists the lines of each file that did not run.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import ast
 import os
 import shutil
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "harness" / "counted"))
+COUNTED = ROOT / "tests" / "harness" / "counted"
+sys.path.insert(0, str(COUNTED))
 
 import line_marks  # noqa: E402
 
 FOLDER = ROOT / "build" / "coverage"
-MARKS = "marks"
 _GENERATED = ("verbs.py", "wrappers.py")
 
 
@@ -39,14 +40,14 @@ def begin() -> None:
         for path in sources():
             layout.write(f"{path}\t{offset}\n")
             offset += path.read_bytes().count(b"\n") + 2
-    (FOLDER / MARKS).write_bytes(bytes(offset))
-    for path in (FOLDER, FOLDER / MARKS):
+    (FOLDER / "marks").write_bytes(bytes(offset))
+    for path in (FOLDER, FOLDER / "marks"):
         os.chmod(path, 0o777)  # some tests' processes have another user
 
 
 def lines() -> Iterator[tuple[Path, list[int], list[int]]]:
     """Each source with the lines of its statements, and those of them that did not run."""
-    marks = (FOLDER / MARKS).read_bytes()
+    marks = (FOLDER / "marks").read_bytes()
     for row in (FOLDER / "layout").read_text().splitlines():
         name, offset = row.split("\t")
         able = sorted(line_marks.statements(ast.parse(Path(name).read_bytes())))
@@ -80,5 +81,18 @@ def report() -> None:
         print(f"{folder:28}{able_n:8}{missed_n:9}{1 - missed_n / max(1, able_n):8.1%}")
 
 
+def main() -> None:
+    """Run the suite with these arguments for pytest, report, and end with the suite's status."""
+    begin()
+    paths = [str(COUNTED), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # pytest compiles modules itself, here and on ranks, to explain their assertions.
+    options = " ".join(filter(None, ["--assert=plain", os.environ.get("PYTEST_ADDOPTS")]))
+    env = {**os.environ, "TEST_LINES": str(FOLDER), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, str(ROOT / "tools" / "suite.py"), *sys.argv[1:]]
+    status = subprocess.run(command, env={**env, "PYTEST_ADDOPTS": options}, check=False).returncode
+    report()
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    {"begin": begin, "report": report}[sys.argv[1]]()
+    main()

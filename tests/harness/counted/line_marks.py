@@ -1,8 +1,8 @@
 """Marks the lines of the product that run, for ``make coverage``.
 
 A mark is a byte in a file that all processes share by mmap, so the marks of a rank that is killed remain.
-``tools/coverage.py`` lays the file out. In a process with TEST_LINES in its environment, modules of the product
-are compiled with a statement before each of theirs that sets its mark: nothing traces, other code runs as it is.
+``tools/coverage.py`` lays the file out. In a process with TEST_LINES in its environment, modules of the
+product have a statement before each of theirs that sets its mark. Nothing traces; other code does not change.
 Programs that polyhvd sends to other interpreters, the agents', have no marks.
 """
 
