@@ -76,20 +76,7 @@ class CupyAdapter:
         stream = _stream()
         inputs = [_reference(tensor, stream) for tensor in tensors]
         outputs = inputs if out is tensors else out and [_reference(tensor, stream) for tensor in out]
-        handle = operation.world.engine.submit(
-            operation.kind,
-            operation.name,
-            inputs,
-            outputs,
-            operation.op,
-            operation.root,
-            operation.prescale,
-            operation.postscale,
-            operation.process_set,
-            operation.priority,
-            operation.blocking,
-            operation.numbers,
-        )
+        handle = operation.submit(inputs, outputs)
         handle.finish = _held((lambda _: out) if keeps_shape else _arrays)
         return handle
 

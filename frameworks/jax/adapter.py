@@ -90,20 +90,7 @@ class JaxAdapter:
             raise UnsupportedError(f"{operation.label!r}: JAX's arrays cannot be overwritten")
         traced.settle()
         arrays = [_on_host(tensor, operation.label) for tensor in tensors]
-        handle = operation.world.engine.submit(
-            operation.kind,
-            operation.name,
-            arrays,
-            None,
-            operation.op,
-            operation.root,
-            operation.prescale,
-            operation.postscale,
-            operation.process_set,
-            operation.priority,
-            operation.blocking,
-            operation.numbers,
-        )
+        handle = operation.submit(arrays, None)
         devices = [tensor.device for tensor in tensors]
 
         def finish(done: Any) -> list[jax.Array]:

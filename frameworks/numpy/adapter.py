@@ -59,20 +59,7 @@ class NumpyAdapter:
         keeps_shape = operation.kind in (OpKind.ALLREDUCE, OpKind.BROADCAST)
         if out is None and keeps_shape:
             out = [np.empty_like(tensor) for tensor in tensors]
-        handle = operation.world.engine.submit(
-            operation.kind,
-            operation.name,
-            tensors,
-            out,
-            operation.op,
-            operation.root,
-            operation.prescale,
-            operation.postscale,
-            operation.process_set,
-            operation.priority,
-            operation.blocking,
-            operation.numbers,
-        )
+        handle = operation.submit(tensors, out)
         if keeps_shape:
             handle.result = out
         else:

@@ -61,20 +61,7 @@ class TensorflowAdapter:
         arrays = [memory_of(tensor) for tensor in tensors]
         dtypes = [tf.as_dtype(array.dtype) for array in arrays]
         try:
-            handle = operation.world.engine.submit(
-                operation.kind,
-                operation.name,
-                arrays,
-                None,
-                operation.op,
-                operation.root,
-                operation.prescale,
-                operation.postscale,
-                operation.process_set,
-                operation.priority,
-                operation.blocking,
-                operation.numbers,
-            )
+            handle = operation.submit(arrays, None)
         except TypeError:
             known_dtypes.check(OpKind(operation.kind), tensors)
             raise

@@ -163,20 +163,7 @@ class TorchAdapter:
         if self._by_reference:
             inputs = [_reference(t) for t in tensors]
             outputs = inputs if out is tensors else out and [_reference(t) for t in out]
-        handle = operation.world.engine.submit(
-            operation.kind,
-            operation.name,
-            inputs,
-            outputs,
-            operation.op,
-            operation.root,
-            operation.prescale,
-            operation.postscale,
-            operation.process_set,
-            operation.priority,
-            operation.blocking,
-            operation.numbers,
-        )
+        handle = operation.submit(inputs, outputs)
         if keeps_shape:
             handle.result = out
         else:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from polyhvd import _core
     from polyhvd.runtime.world import World
 
 __all__ = ["Capability", "FrameworkAdapter", "Handle", "OpKind", "Operation", "ReduceOp"]
@@ -86,6 +87,18 @@ class Operation(Protocol):
     @property
     def label(self) -> str:
         """Its name in messages."""
+
+    def submit(self, inputs: Sequence[Any], outputs: Sequence[Any] | None) -> _core.Handle:
+        """Submit it to its world's engine, for tensors that the core reads by itself.
+
+        Args:
+            inputs: arrays with the buffer protocol, or references by address.
+            outputs: those that are overwritten; None: the core makes them.
+
+        Raises:
+            BufferError: one of them is not dense.
+            TypeError: one of them is neither.
+        """
 
 
 class Handle(Protocol[R]):

@@ -12,6 +12,7 @@ from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from polyhvd import _core
     from polyhvd.runtime.world import World
 
 __all__ = ["Call", "Number", "is_number", "process_set_id", "resolve_op", "splits_of"]
@@ -132,3 +133,20 @@ class Call:
     def label(self) -> str:
         """Its name in messages."""
         return self.name or f"{OpKind(self.kind).name.lower()}.noname"
+
+    def submit(self, inputs: Sequence[Any], outputs: Sequence[Any] | None) -> _core.Handle:
+        """Submit it to its world's engine."""
+        return self.world.engine.submit(
+            self.kind,
+            self.name,
+            inputs,
+            outputs,
+            self.op,
+            self.root,
+            self.prescale,
+            self.postscale,
+            self.process_set,
+            self.priority,
+            self.blocking,
+            self.numbers,
+        )

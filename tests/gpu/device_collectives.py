@@ -12,7 +12,6 @@ from polyhvd import ProcessSet, barrier, global_process_set, join
 from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
 from polyhvd.collectives.verbs import Collectives, resolve_op
 from polyhvd.exports import *  # noqa: F403 - as an adapter does
-from polyhvd.runtime import current
 
 __all__ = ["DeviceAdapter", "ProcessSet", "barrier", "global_process_set", "join"]
 
@@ -32,19 +31,8 @@ class DeviceAdapter:
         keeps_shape = operation.kind in (OpKind.ALLREDUCE, OpKind.BROADCAST)
         if out is None and keeps_shape:
             out = [DeviceArray.empty(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        handle = current.world().engine.submit(
-            operation.kind,
-            operation.name,
-            [tensor.ref() for tensor in tensors],
-            None if out is None else [tensor.ref() for tensor in out],
-            operation.op,
-            operation.root,
-            operation.prescale,
-            operation.postscale,
-            operation.process_set,
-            operation.priority,
-            operation.blocking,
-            operation.numbers,
+        handle = operation.submit(
+            [tensor.ref() for tensor in tensors], None if out is None else [tensor.ref() for tensor in out]
         )
         if keeps_shape:
             handle.result = out
