@@ -28,14 +28,14 @@ def test_the_first_members_keep_a_row_more() -> None:
 
 
 def test_rows_before_a_member_are_those_of_lower_positions() -> None:
-    told = [[0, 1, 5], [1, 2, 5], [2, 3, 5]]
-    assert [rows_before(told, p, 3, [6, 15], "x") for p in range(3)] == [[0, 0], [1, 5], [3, 10]]
+    lengths = [[0, 1, 5], [1, 2, 5], [2, 3, 5]]
+    assert [rows_before(lengths, p, 3, [6, 15], "x") for p in range(3)] == [[0, 0], [1, 5], [3, 10]]
 
 
 def test_rows_of_a_member_that_has_joined_since_still_lie_before_those_of_higher_positions() -> None:
-    told = [[0, 1], [2, 3]]
-    assert rows_before(told, 0, 3, [6], "x") == [0]
-    assert rows_before(told, 2, 3, [6], "x") == [3]
+    lengths = [[0, 1], [2, 3]]
+    assert rows_before(lengths, 0, 3, [6], "x") == [0]
+    assert rows_before(lengths, 2, 3, [6], "x") == [3]
 
 
 def test_a_member_that_had_joined_already_has_no_rows() -> None:
@@ -43,7 +43,7 @@ def test_a_member_that_had_joined_already_has_no_rows() -> None:
 
 
 def test_rows_that_may_lie_on_either_side_are_an_error_for_all() -> None:
-    told = [[1, 2], [3, 4]]
+    lengths = [[1, 2], [3, 4]]
     for position in (1, 3):
         with pytest.raises(InvalidArgumentError, match=r"allgather 'x'.*\[0, 2\].*join\(\) after backward"):
-            rows_before(told, position, 4, [9], "x")
+            rows_before(lengths, position, 4, [9], "x")

@@ -25,8 +25,8 @@ def table_of_the_document() -> list[list[str]]:
 
 
 def test_the_document_has_the_truth_about_every_defect() -> None:
-    told = [(row[0].split(":")[0].strip("`"), *row[1:4]) for row in table_of_the_document()]
-    assert told == [(name, one.case, one.within, one.place) for name, one in ALL.items()]
+    listed = [(row[0].split(":")[0].strip("`"), *row[1:4]) for row in table_of_the_document()]
+    assert listed == [(name, one.case, one.within, one.place) for name, one in ALL.items()]
 
 
 def test_there_are_as_many_defects_as_are_asked_for_and_of_every_kind() -> None:

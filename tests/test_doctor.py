@@ -70,7 +70,8 @@ def test_both_commands_print_what_the_function_prints(
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=True)
     polyhvd.doctor()
     lines = [done.stdout.splitlines(), capsys.readouterr().out.splitlines()]
-    steady = [[line for line in told if " free" not in line] for told in lines]  # others use memory meanwhile
+    # Others use memory meanwhile.
+    steady = [[line for line in text if " free" not in line] for text in lines]
     assert steady[0] == steady[1]
     assert "No problems on this host." in done.stdout
     assert f"NumPy                {importlib.metadata.version('numpy')}" in done.stdout
@@ -99,11 +100,11 @@ def test_variables_that_contradict_each_other_are_a_problem() -> None:
 
 def test_json_of_this_host_has_what_the_text_has() -> None:
     done = run("--json")
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["schema"], told["healthy"], told["problems"]) == (0, 1, True, [])
-    (host,) = told["hosts"]
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["schema"], report["healthy"], report["problems"]) == (0, 1, True, [])
+    (host,) = report["hosts"]
     assert host["python"]["path"] == sys.executable
     assert host["packages"]["NumPy"] == np.__version__
     assert host["cores"]["usable"] == len(os.sched_getaffinity(0))
-    assert {item["name"] for item in told["findings"]} >= {"NumPy", "MPI", "shared memory"}
-    assert told["launcher"]
+    assert {item["name"] for item in report["findings"]} >= {"NumPy", "MPI", "shared memory"}
+    assert report["launcher"]

@@ -44,9 +44,9 @@ def test_a_script_in_a_clone_that_hides_the_installed_package_says_so(tmp_path: 
     shutil.copytree(ROOT / "polyhvd", tmp_path / "polyhvd", ignore=sources)
     done = _run("import polyhvd.numpy", tmp_path)
     assert done.returncode == 1
-    (told,) = [line for line in done.stderr.splitlines() if line.startswith("ImportError")]
-    assert f"polyhvd was found in {tmp_path / 'polyhvd'}" in told
-    assert "start the program from elsewhere" in told
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("ImportError")]
+    assert f"polyhvd was found in {tmp_path / 'polyhvd'}" in error
+    assert "start the program from elsewhere" in error
 
 
 @pytest.mark.parametrize(

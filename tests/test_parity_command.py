@@ -76,11 +76,11 @@ def test_a_case_of_the_catalogue_agrees_and_all_reports_say_so(tmp_path: Path) -
     assert "mlp: all 3 comparisons agree over 4 steps" in done.stdout
     assert re.search(r"^numpy: 3 ranks against 1 rank +\S+ +\S+ +agree$", done.stdout, re.MULTILINE)
 
-    told = json.loads(files["json"].read_text())
-    assert told["schema"] == {"name": "polyhvd.parity", "version": 3}
-    assert (told["status"], told["outcome"], told["ranks"], told["steps"]) == (0, "agree", 3, 4)
-    assert [check["agree"] for check in told["checks"]] == [True] * 3
-    assert {mode: len(losses) for mode, losses in told["losses"]["numpy"].items()} == {
+    report = json.loads(files["json"].read_text())
+    assert report["schema"] == {"name": "polyhvd.parity", "version": 3}
+    assert (report["status"], report["outcome"], report["ranks"], report["steps"]) == (0, "agree", 3, 4)
+    assert [check["agree"] for check in report["checks"]] == [True] * 3
+    assert {mode: len(losses) for mode, losses in report["losses"]["numpy"].items()} == {
         "plain": 4,
         "one": 4,
         "all": 4,
@@ -101,8 +101,8 @@ def test_the_case_in_the_documentation_agrees(tmp_path: Path) -> None:
 
 def test_the_documentation_has_every_status() -> None:
     document = (ROOT / "docs" / "parity.md").read_text()
-    told = dict(re.findall(r"^\| (\d+) \| `([\w-]+)` \|", document, re.MULTILINE))
-    assert told == {str(status): name for name, status in STATUSES.items()}
+    report = dict(re.findall(r"^\| (\d+) \| `([\w-]+)` \|", document, re.MULTILINE))
+    assert report == {str(status): name for name, status in STATUSES.items()}
 
 
 @pytest.mark.slow
@@ -136,8 +136,8 @@ def test_a_framework_that_the_case_has_no_model_for_is_left_out(tmp_path: Path) 
     case, out = write(tmp_path, "mine.py", text), tmp_path / "report.json"
     done = parity(case, "--frameworks", "torch,numpy", "--steps", "2", "--json", str(out))
     assert done.returncode == 0, done.stderr
-    told = json.loads(out.read_text())
-    assert (told["frameworks"], told["left_out"]) == (["numpy"], ["torch"])
+    report = json.loads(out.read_text())
+    assert (report["frameworks"], report["left_out"]) == (["numpy"], ["torch"])
     assert "no model for torch, which was left out" in done.stdout
 
 
@@ -171,7 +171,7 @@ def test_a_case_that_raises_while_it_trains_is_a_bad_case(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("argmax(axis=1)", "argmax(axis=1) + 9", "in step 0 numpy cannot compute the model and its loss"),
         ("dense(4, 6)", "dense(5, 6)", r"of inputs \[12, 4\] and targets \[12\]: ValueError"),
@@ -184,11 +184,13 @@ def test_a_case_that_raises_while_it_trains_is_a_bad_case(tmp_path: Path) -> Non
         ("    inputs =", "    raise SystemExit(0)\n    inputs =", "has raised SystemExit"),
     ],
 )
-def test_a_case_that_cannot_be_computed_is_a_bad_case(tmp_path: Path, old: str, new: str, told: str) -> None:
+def test_a_case_that_cannot_be_computed_is_a_bad_case(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     assert old in CASE
     done = parity(write(tmp_path, "bad.py", CASE.replace(old, new)), "--frameworks", "numpy", "--steps", "2")
     assert done.returncode == STATUSES["bad-case"], done.stderr
-    assert re.search(told, done.stderr)
+    assert re.search(message, done.stderr)
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -299,7 +301,7 @@ def test_a_report_of_a_watch_has_layers_margins_and_the_advice_of_the_kind(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("other", "outcome", "told"),
+    ("other", "outcome", "message"),
     [
         ('parity.compare("last", np.ones(3) * hvd.size())\n', "differ", "2 instead of 1"),
         ('parity.compare("last", np.array([1, np.nan, 1.0]))\n', "nan", "not finite"),
@@ -307,23 +309,23 @@ def test_a_report_of_a_watch_has_layers_margins_and_the_advice_of_the_kind(tmp_p
         ("raise SystemExit(9)\n", "rank-died", "rank 1 on localhost exited with status 9"),
     ],
 )
-def test_scripts_that_do_not_agree(tmp_path: Path, other: str, outcome: str, told: str) -> None:
+def test_scripts_that_do_not_agree(tmp_path: Path, other: str, outcome: str, message: str) -> None:
     one = write(tmp_path, "one.py", SCRIPT + 'parity.compare("last", np.ones(3))\n')
     two = write(tmp_path, "two.py", SCRIPT + other)
     done = parity("--scripts", one, two)
     assert done.returncode == STATUSES[outcome], done.stdout + done.stderr
-    assert told in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         ('parity.compare("lost", np.ones(3))\n', "rank 0 compares 'last', rank 1 compares 'lost'"),
         ("", "parity.compare 'last': .* needs rank 1, which has shut down"),
     ],
 )
 def test_scripts_that_compare_other_things_do_not_wait_for_each_other(
-    tmp_path: Path, other: str, told: str
+    tmp_path: Path, other: str, message: str
 ) -> None:
     one = write(tmp_path, "one.py", SCRIPT + 'parity.compare("last", np.ones(3))\n')
     two = write(tmp_path, "two.py", SCRIPT + other)
@@ -331,7 +333,7 @@ def test_scripts_that_compare_other_things_do_not_wait_for_each_other(
     done = parity("--scripts", one, two)
     assert time.monotonic() - begun < 120  # without an end of its own it would be --timeout
     assert done.returncode == STATUSES["bad-case" if other else "rank-died"], done.stdout + done.stderr
-    assert re.search(told, done.stderr), done.stderr
+    assert re.search(message, done.stderr), done.stderr
     assert "(rank 0 is one.py, rank 1 is two.py)" in done.stderr
     assert done.stderr.count("Traceback") <= 1
 
@@ -568,7 +570,7 @@ def report_of(verdict: Verdict) -> Report:
         "<mlp> & co",
         status,
         outcome,
-        "told",
+        "message",
         ["numpy", "other"],
         steps=6,
         ranks=2,
@@ -626,8 +628,8 @@ def test_infinite_differences_are_valid_json_and_junit() -> None:
     worse = replace(
         found, checks=[replace(found.checks[0], agree=False, loss=float("inf"), text="a \x00 \x1b[1m b")]
     )
-    told = json.loads(as_json(worse), parse_constant=lambda name: pytest.fail(name))
-    assert told["checks"][0]["loss"] == "inf"
+    report = json.loads(as_json(worse), parse_constant=lambda name: pytest.fail(name))
+    assert report["checks"][0]["loss"] == "inf"
     root = ElementTree.fromstring(as_junit(worse).encode())
     failure = root.find("testsuite/testcase/failure")
     assert failure is not None

@@ -113,8 +113,8 @@ def test_a_folder_whose_owner_and_heir_were_killed_goes_when_the_next_is_made(tm
 
 
 def test_what_finds_no_room_in_the_block_is_told_as_that(tmp_path: Path) -> None:
-    told = f"no room in TMPDIR, which is {tmp_path}"
-    with pytest.raises(NoRoomError, match=told), work_folder("made-", tmp_path):
+    message = f"no room in TMPDIR, which is {tmp_path}"
+    with pytest.raises(NoRoomError, match=message), work_folder("made-", tmp_path):
         raise OSError(errno.ENOSPC, "full")
     with pytest.raises(PermissionError), work_folder("made-", tmp_path):
         raise PermissionError(errno.EACCES, "closed")

@@ -26,7 +26,9 @@ DIFFER = Check("a against c: alone", "frameworks", agree=False, first=FIRST, tex
 
 def report_of(*checks: Check, outcome: str = "") -> Report:
     outcome = outcome or ("agree" if all(check.agree for check in checks) else "differ")
-    return Report("mlp", STATUSES[outcome], outcome, "told", ["numpy"], steps=2, ranks=1, checks=list(checks))
+    return Report(
+        "mlp", STATUSES[outcome], outcome, "message", ["numpy"], steps=2, ranks=1, checks=list(checks)
+    )
 
 
 @pytest.mark.parametrize(

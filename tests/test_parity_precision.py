@@ -23,9 +23,9 @@ HALVES = ("bfloat16", "float16")
 def report(folder: Path, *words: str) -> dict[str, Any]:
     out = folder / "report.json"
     status = command.main([*words, "--json", str(out)])
-    told: dict[str, Any] = json.loads(out.read_text())
-    assert told["status"] == status
-    return told
+    content: dict[str, Any] = json.loads(out.read_text())
+    assert content["status"] == status
+    return content
 
 
 def run(case: Case, name: str = "numpy") -> Run:
@@ -42,10 +42,10 @@ def against(case: Case, other: Case) -> Verdict:
 def test_what_computes_in_a_half_type_agrees_and_is_not_float32(tmp_path: Path) -> None:
     losses = {}
     for precision in ("float32", *HALVES):
-        told = report(tmp_path, "mlp", "--frameworks", "numpy", "--steps", "4", "--precision", precision)
-        assert (told["outcome"], told["precision"]) == ("agree", precision)
-        assert len(told["checks"]) == 3
-        losses[precision] = np.array(told["losses"]["numpy"]["all"])
+        content = report(tmp_path, "mlp", "--frameworks", "numpy", "--steps", "4", "--precision", precision)
+        assert (content["outcome"], content["precision"]) == ("agree", precision)
+        assert len(content["checks"]) == 3
+        losses[precision] = np.array(content["losses"]["numpy"]["all"])
     away = {name: abs(losses[name] / losses["float32"] - 1).max() for name in HALVES}
     assert 0.1 > away["bfloat16"] > 1e-6
     assert 0.01 > away["float16"] > 1e-6
@@ -64,7 +64,7 @@ def test_an_activation_that_is_another_one_is_found_in_a_half_type(precision: st
 
 
 @pytest.mark.parametrize(
-    ("case", "precision", "frameworks", "told"),
+    ("case", "precision", "frameworks", "message"),
     [
         (
             "mlp",
@@ -84,14 +84,14 @@ def test_what_cannot_be_computed_in_a_half_type_has_a_status_of_its_own(
     case: str,
     precision: str,
     frameworks: str,
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(command, "_missing", lambda framework: "")
     status = command.main([case, "--precision", precision, "--frameworks", frameworks])
     assert status == STATUSES["precision"] == 10
     err = capsys.readouterr().err
     assert err.startswith(f"polyhvd parity: {case} in {precision}: ")
-    assert told in err
+    assert message in err
     assert len(err.splitlines()) == 1
 
 
@@ -100,8 +100,8 @@ def test_what_cannot_be_computed_is_left_out_where_frameworks_are_not_named(
 ) -> None:
     installed = ("mxnet", "numpy")
     monkeypatch.setattr(command, "_missing", lambda framework: "" if framework in installed else framework)
-    told = report(tmp_path, "mlp", "--precision", "float16", "--steps", "2")
-    assert (told["outcome"], told["frameworks"], told["left_out"]) == ("agree", ["numpy"], ["mxnet"])
+    content = report(tmp_path, "mlp", "--precision", "float16", "--steps", "2")
+    assert (content["outcome"], content["frameworks"], content["left_out"]) == ("agree", ["numpy"], ["mxnet"])
 
 
 def test_every_framework_computes_every_case_in_single_precision() -> None:
@@ -138,7 +138,7 @@ def test_a_file_may_ask_for_a_half_type_but_for_no_other_type(
 def test_frameworks_agree_in_half_types(tmp_path: Path, case: str, precision: str) -> None:
     if missing := next(filter(None, map(command._missing, ("torch", "tensorflow"))), ""):
         pytest.skip(f"{missing} is not installed")
-    told = report(tmp_path, case, "--precision", precision, "--steps", "4")
-    assert told["outcome"] == "agree", told["message"]
+    content = report(tmp_path, case, "--precision", precision, "--steps", "4")
+    assert content["outcome"] == "agree", content["message"]
     expected = {"tensorflow", "numpy"} | ({"torch"} if (case, precision) != ("lstm", "float16") else set())
-    assert set(told["frameworks"]) == expected
+    assert set(content["frameworks"]) == expected

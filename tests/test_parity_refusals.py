@@ -15,7 +15,7 @@ from polyhvd.parity.statuses import STATUSES
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "pattern"),
     [
         ("def batch(framework, step): ...", r"has no function build\(framework\)"),
         ("def build(framework): ...", r"has no function batch\(framework, step\)"),
@@ -58,18 +58,18 @@ from polyhvd.parity.statuses import STATUSES
     ],
 )
 def test_a_file_that_is_no_case_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, pattern: str
 ) -> None:
     case = write(tmp_path, "bad.py", text)
     assert command.main([case, "--frameworks", "numpy"]) == STATUSES["bad-case"]
     said = capsys.readouterr().err
-    assert re.search(told, said.rstrip("\n")), said
+    assert re.search(pattern, said.rstrip("\n")), said
     assert len(said.splitlines()) == 1
     assert said.startswith(f"polyhvd parity: {case}: ")
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "pattern"),
     [
         ("7", r"or None where there is none; found int: 7$"),
         ("'dense'", "found str: 'dense'$"),
@@ -82,10 +82,10 @@ def test_a_file_that_is_no_case_is_refused(
         ("layers.activation('swish')", "has raised InvalidArgumentError: activation.*expected one of relu"),
     ],
 )
-def test_a_build_that_returns_something_else_is_a_bad_case(made: str, told: str) -> None:
+def test_a_build_that_returns_something_else_is_a_bad_case(made: str, pattern: str) -> None:
     case = Case("mine", lambda _: eval(made, {"np": np, "layers": layers}), lambda f, s: (f, s))
     for framework in ("numpy", "torch", "mxnet", "tensorflow"):
-        with pytest.raises(BadCaseError, match=told) as caught:
+        with pytest.raises(BadCaseError, match=pattern) as caught:
             case.of(framework)
         assert str(caught.value).startswith(f"mine: build({framework!r}) has "), caught.value
         assert len(str(caught.value).splitlines()) == 1

@@ -61,8 +61,8 @@ def array_of(dtype: str, bits: bytes) -> Array:
 
 def made(tensors: list[Any], **options: Any) -> Array:
     rows = np.full((len(tensors), _core.SKETCH_NUMBERS), 7.0)
-    told = _core.sketch(tensors, rows, list(range(len(tensors))), **options)
-    assert told == [(tensor.dtype.name, tensor.shape) for tensor in tensors]
+    forms = _core.sketch(tensors, rows, list(range(len(tensors))), **options)
+    assert forms == [(tensor.dtype.name, tensor.shape) for tensor in tensors]
     return rows
 
 

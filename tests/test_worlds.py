@@ -43,8 +43,8 @@ class Meeting:
         settings: Settings = SETTINGS,
         member: int | None = None,
     ) -> World:
-        told = Launched(rank=rank, size=size, rendezvous=self.server.endpoint, secret=self.secret)
-        placement, store = meet_as(told, generation - 1, time.monotonic() + 20)
+        launched = Launched(rank=rank, size=size, rendezvous=self.server.endpoint, secret=self.secret)
+        placement, store = meet_as(launched, generation - 1, time.monotonic() + 20)
         assert store is not None
         with store:
             return World.connect(settings, placement, store, sets or [], member=member)
@@ -219,8 +219,8 @@ def test_a_world_of_several_needs_a_store() -> None:
 def test_settings_that_disagree_are_told_in_every_world(meeting: Meeting) -> None:
     def rank(number: int) -> str:
         settings = replace(SETTINGS, reproducible=number == 0)
-        told = Launched(rank=number, size=2, rendezvous=meeting.server.endpoint, secret=meeting.secret)
-        placement, store = meet_as(told, 0, time.monotonic() + 20)
+        launched = Launched(rank=number, size=2, rendezvous=meeting.server.endpoint, secret=meeting.secret)
+        placement, store = meet_as(launched, 0, time.monotonic() + 20)
         assert store is not None
         with store, pytest.raises(hvd.RankMismatchError) as caught:
             World.connect(settings, placement, store)

@@ -212,13 +212,13 @@ def run(defect: Defect, folder: Path = FOLDER, *, control: bool = False, limit_s
             text=True,
             timeout=limit_s + 60,
         )
-        told = json.loads(report.read_text()) if report.exists() else {}
-    differing = [check for check in told.get("checks", ()) if not check["agree"]]
+        content = json.loads(report.read_text()) if report.exists() else {}
+    differing = [check for check in content.get("checks", ()) if not check["agree"]]
     check = differing[0] if differing else {"name": "", "question": "", "first": {}}
     return Finding(
         defect,
         done.returncode,
-        told.get("message") or done.stderr.strip()[-2000:],
+        content.get("message") or done.stderr.strip()[-2000:],
         check["name"],
         check["question"],
         check["first"],

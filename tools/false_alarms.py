@@ -113,8 +113,8 @@ def _report(folder: Path, frameworks: Sequence[str], cases: Sequence[str], seeds
             runs = [run for path in paths for run in pickle.loads(path.read_bytes())]
             verdict = judge(runs)
             comparisons += len(verdict.pairs)
-            for told in [verdict.message] if verdict.problem else []:
-                print(f"{case}, seed {seed}: {told}")
+            for text in [verdict.message] if verdict.problem else []:
+                print(f"{case}, seed {seed}: {text}")
                 alarms += 1
             for pair in verdict.pairs:
                 for found in filter(None, (pair.first, pair.suspicious)):
@@ -122,8 +122,8 @@ def _report(folder: Path, frameworks: Sequence[str], cases: Sequence[str], seeds
                     alarms += 1
             for item in _nearest(runs):
                 nearest[item[1]] = max(nearest.get(item[1], item), item)
-        told = ", ".join(f"{kind} {ratio:.3f} (step {step})" for kind, (ratio, _, step, _) in nearest.items())
-        print(f"{case}: nearest by the limit: {told}")
+        text = ", ".join(f"{kind} {ratio:.3f} (step {step})" for kind, (ratio, _, step, _) in nearest.items())
+        print(f"{case}: nearest by the limit: {text}")
     print(f"{alarms} false alarms in {comparisons} comparisons of {len(cases)} cases over {len(seeds)} seeds")
     return min(alarms, 1)
 

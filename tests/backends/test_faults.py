@@ -168,7 +168,7 @@ def test_a_rank_that_ends_in_good_order_has_departed_not_died(pool: Pool, leaver
         kind, message = pool.answer(rank)
         assert kind == "PeerDepartedError", f"rank {rank}: {kind}: {message}"
         assert f"rank {leaver}" in message, message
-    # Not only who was waiting: who calls afterwards is told the same.
+    # Not only ranks that were waiting: later calls get the same error.
     pool.start(wait_for_the_departed, ranks=others)
     for rank in others:
         kind, message = pool.answer(rank)

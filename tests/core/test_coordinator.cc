@@ -403,7 +403,7 @@ TEST_CASE("a disagreement names every rank's side, the odd one out first") {
         "ranks 0-2 sent float32 [10, 4] (train.py:91); cast before reducing.");
 }
 
-TEST_CASE("a rank's side is told too when it came as a hit, with its own rows and line") {
+TEST_CASE("a rank's side is reported too when it came as a hit, with its own rows and line") {
   Desk desk(2);
   Request first = allgather(0, 2), second = allgather(1, 3);
   second.where = std::string("other.py:5");
@@ -427,7 +427,7 @@ struct Mismatch {
   const char* side;  // what the changed rank is said to have sent
 };
 
-TEST_CASE("each kind of disagreement is told as what it is") {
+TEST_CASE("each kind of disagreement is reported as what it is") {
   const Mismatch mismatches[] = {
       {"Mismatched collective operations: 'x': ", OpKind::kAllreduce,
        [](Request& r) { r.kind = OpKind::kAllgather; }, "rank 1 sent allgather of float32 [10, 4]"},
@@ -653,7 +653,7 @@ TEST_CASE("a departure in the middle of a renegotiation leaves no trace of it") 
 
 // ---- stalls -----------------------------------------------------------------------
 
-TEST_CASE("stalled operations are told with who is absent, the oldest first") {
+TEST_CASE("stalled operations are reported with the absent ranks, the oldest first") {
   Desk desk(3);
   const CacheId id = desk.agree(allreduce(0, "cached"));
   desk.request(allreduce(1, "asked"));

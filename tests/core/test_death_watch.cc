@@ -117,30 +117,30 @@ TEST_CASE("a process that ends without leave is dead, however it ends") {
       if (i > 0) eventually([&] { return segment.removals(0).load() == 1; });
       ends[i](segment);
     });
-    std::atomic<int> told{0};
-    DeathWatch watch(host.segment(), 0, [&] { ++told; });
+    std::atomic<int> calls{0};
+    DeathWatch watch(host.segment(), 0, [&] { ++calls; });
     CHECK(watch.found() == -1);
     CHECK(watch.dead().empty());
     host.segment().removals(0).store(1);
     if (i == 0) kill(child, SIGKILL);
-    // Rank 1 alone watches rank 2: everybody can see it, and rank 0 is told by a rank that has.
+    // Rank 1 alone watches rank 2: all can see it, and a rank that has notifies rank 0.
     CHECK(eventually([&] { return watch.dead() == std::vector<int>{2}; }));
-    CHECK(told == 0);
+    CHECK(calls == 0);
   }
 }
 
-TEST_CASE("who is before a dead rank in the ring is told once") {
+TEST_CASE("the rank before a dead one in the ring is notified once") {
   Host host(3);
   const pid_t next = host.start(1, live);
   const pid_t last = host.start(2, live);
-  std::atomic<int> told{0};
-  DeathWatch watch(host.segment(), 0, [&] { ++told; });
+  std::atomic<int> calls{0};
+  DeathWatch watch(host.segment(), 0, [&] { ++calls; });
   kill(next, SIGKILL);
-  CHECK(eventually([&] { return told == 1; }));
+  CHECK(eventually([&] { return calls == 1; }));
   CHECK(watch.found() == 1);
   kill(last, SIGKILL);
   CHECK(eventually([&] { return watch.dead() == std::vector<int>{1, 2}; }));
-  CHECK(told == 1);
+  CHECK(calls == 1);
   CHECK(watch.found() == 1);
 }
 
@@ -150,32 +150,32 @@ TEST_CASE("a process that leaves is not dead, and the one behind it is watched t
     eventually([&] { return segment.removals(0).load() == 1; });
   });
   const pid_t second = host.start(2, live);
-  std::atomic<int> told{0};
-  DeathWatch watch(host.segment(), 0, [&] { ++told; });
+  std::atomic<int> calls{0};
+  DeathWatch watch(host.segment(), 0, [&] { ++calls; });
   host.segment().removals(0).store(1);
   CHECK(eventually([&] { return host.segment().life(1).load() == FUTEX_WAITERS; }));
   kill(first, SIGKILL);
   waitpid(first, nullptr, 0);
   CHECK(watch.dead().empty());
-  CHECK(told == 0);
+  CHECK(calls == 0);
   kill(second, SIGKILL);
-  CHECK(eventually([&] { return told == 1; }));
+  CHECK(eventually([&] { return calls == 1; }));
   CHECK(watch.found() == 2);
 }
 
 TEST_CASE("a process that has departed may end as it likes") {
   Host host(2);
   const pid_t child = host.start(1, live);
-  std::atomic<int> told{0};
+  std::atomic<int> calls{0};
   {
-    const DeathWatch watch(host.segment(), 0, [&] { ++told; });
+    const DeathWatch watch(host.segment(), 0, [&] { ++calls; });
     host.segment().departed_flag(1).store(1);
     kill(child, SIGKILL);
     REQUIRE(waitpid(child, nullptr, 0) == child);
     CHECK((host.segment().life(1).load() & FUTEX_OWNER_DIED) != 0);
     CHECK(watch.dead().empty());
   }
-  CHECK(told == 0);
+  CHECK(calls == 0);
 }
 
 TEST_CASE("a process that is stopped, and the end of its threads and children, is no death") {
@@ -225,11 +225,11 @@ TEST_CASE(
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0) _exit(2);
     if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) _exit(3);
     Host twin(2);
-    std::atomic<int> told{0};
+    std::atomic<int> calls{0};
     {
-      DeathWatch watch(twin.segment(), 0, [&] { ++told; });
+      DeathWatch watch(twin.segment(), 0, [&] { ++calls; });
       mark_dead(twin.segment(), 1);
-      if (!eventually([&] { return told == 1; })) _exit(4);
+      if (!eventually([&] { return calls == 1; })) _exit(4);
       if (twin.segment().life(0).load() != 0) _exit(5);
     }
     _exit(0);
@@ -243,13 +243,13 @@ TEST_CASE(
 TEST_CASE("watches come and go without a death") {
   for (int round = 0; round < 50; ++round) {
     Host host(3);
-    std::atomic<int> told{0};
+    std::atomic<int> calls{0};
     std::vector<std::thread> ranks;
     for (int local = 0; local < 3; ++local) {
-      ranks.emplace_back([&, local] { DeathWatch watch(host.segment(), local, [&] { ++told; }); });
+      ranks.emplace_back([&, local] { DeathWatch watch(host.segment(), local, [&] { ++calls; }); });
     }
     for (std::thread& rank : ranks) rank.join();
-    REQUIRE(told == 0);
+    REQUIRE(calls == 0);
     for (int local = 0; local < 3; ++local) {
       REQUIRE(host.segment().life(local).load() == FUTEX_WAITERS);
     }

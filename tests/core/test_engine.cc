@@ -421,7 +421,7 @@ TEST_CASE("a rank that leaves in good order fails only those who still need it")
     for (const int leaver : {0, 2}) {
       CAPTURE(leaver);
       ThreadWorld world(layout);
-      std::atomic<int> told{0};
+      std::atomic<int> reported{0};
       world.run([&](int rank, Engine& engine) {
         std::vector<float> v(10, 1);
         engine.wait(engine.submit(allreduce("x", v)));
@@ -432,11 +432,11 @@ TEST_CASE("a rank that leaves in good order fails only those who still need it")
         try {
           engine.wait(engine.submit(allreduce("x", v)));
         } catch (const Failure& failure) {
-          told += failure.error().code == ErrorCode::kPeerDeparted;
+          reported += failure.error().code == ErrorCode::kPeerDeparted;
           if (failure.error().code != ErrorCode::kPeerDeparted) MESSAGE(failure.error().message);
         }
       });
-      CHECK(told == 2);
+      CHECK(reported == 2);
       world.shutdown();
     }
   }
@@ -462,7 +462,7 @@ TEST_CASE("a rank may leave as soon as its own part of the last operation is don
 TEST_CASE("a rank that leaves with an operation pending fails it on all, as one that has left") {
   for (const Layout& layout : {Layout{{0, 1, 2}}, Layout{{0}, {1, 2}}}) {
     ThreadWorld world(layout);
-    std::atomic<int> told{0};
+    std::atomic<int> reported{0};
     world.run([&](int rank, Engine& engine) {
       std::vector<float> v(10, 1);
       const bool leaves = rank == 1;
@@ -471,10 +471,11 @@ TEST_CASE("a rank that leaves with an operation pending fails it on all, as one 
         if (leaves) engine.shutdown();
         engine.wait(operation);
       } catch (const Failure& failure) {
-        told += failure.error().code == (leaves ? ErrorCode::kShutdown : ErrorCode::kPeerDeparted);
+        reported +=
+            failure.error().code == (leaves ? ErrorCode::kShutdown : ErrorCode::kPeerDeparted);
       }
     });
-    CHECK(told == 3);
+    CHECK(reported == 3);
     world.shutdown();
   }
 }
@@ -489,7 +490,7 @@ TEST_CASE("the last words of a rank that leaves are the reason for whoever needs
         CAPTURE(is_pending);
         ThreadWorld world(layout);
         std::atomic<int> met{0};
-        std::atomic<int> told{0};
+        std::atomic<int> reported{0};
         const std::string reason =
             "rank " + std::to_string(leaver) + " has failed: ValueError: bad row";
         world.run([&](int rank, Engine& engine) {
@@ -510,11 +511,11 @@ TEST_CASE("the last words of a rank that leaves are the reason for whoever needs
               CHECK(failure.error().code == ErrorCode::kPeerDeparted);
               const bool has_reason = failure.error().message.ends_with(reason);
               if (!has_reason) MESSAGE(failure.error().message);
-              told += has_reason;
+              reported += has_reason;
             }
           }
         });
-        CHECK(told == 2 * (size - 1));
+        CHECK(reported == 2 * (size - 1));
         world.shutdown();
       }
     }
@@ -569,7 +570,7 @@ TEST_CASE("last words are cut where they are too long") {
 TEST_CASE("when one rank aborts, every pending operation of every rank fails with the reason") {
   for (const Layout& layout : {Layout{{0, 1, 2}}, Layout{{0, 1}, {2, 3}}, Layout{{0}, {1}, {2}}}) {
     ThreadWorld world(layout);
-    std::atomic<int> told{0};
+    std::atomic<int> reported{0};
     world.run([&](int rank, Engine& engine) {
       std::vector<float> v(100'000, 1);
       if (rank == 1) {
@@ -580,11 +581,11 @@ TEST_CASE("when one rank aborts, every pending operation of every rank fails wit
       try {
         for (;;) engine.wait(engine.submit(allreduce("x", v)));
       } catch (const Failure& failure) {
-        told += failure.error().code == ErrorCode::kPeerLost &&
-                failure.error().message.find("a test") != std::string::npos;
+        reported += failure.error().code == ErrorCode::kPeerLost &&
+                    failure.error().message.find("a test") != std::string::npos;
       }
     });
-    CHECK(told == world.size() - 1);
+    CHECK(reported == world.size() - 1);
     world.shutdown();
   }
 }
@@ -671,14 +672,14 @@ TEST_CASE("a stall is reported with what each absent rank has done last, over an
     if (layout.size() == 1 && layout[0].size() == 1) continue;
     CAPTURE(text_of(layout));
     std::mutex mutex;
-    std::condition_variable told;
+    std::condition_variable reported;
     std::string report;
     ThreadWorld world(layout, {}, [&](EngineOptions& o) {
       o.stalls.warn = std::chrono::milliseconds(100);
       o.log = [&](const std::string& text) {
         std::lock_guard lock(mutex);
         report = text;
-        told.notify_all();
+        reported.notify_all();
       };
     });
     world.run([&](int rank, Engine& engine) {
@@ -686,7 +687,7 @@ TEST_CASE("a stall is reported with what each absent rank has done last, over an
       engine.wait(engine.submit(allreduce("before", v)));
       if (rank == world.size() - 1) {
         std::unique_lock lock(mutex);
-        told.wait_for(lock, std::chrono::minutes(2), [&] { return !report.empty(); });
+        reported.wait_for(lock, std::chrono::minutes(2), [&] { return !report.empty(); });
       }
       engine.wait(engine.submit(allreduce("late", v)));
     });
@@ -709,19 +710,19 @@ TEST_CASE("a stall that ends the job is explained in every rank's error") {
       o.stalls.warn = std::chrono::seconds(0);
       o.stalls.shutdown = std::chrono::milliseconds(100);
     });
-    std::atomic<int> told{0};
+    std::atomic<int> reported{0};
     world.run([&](int rank, Engine& engine) {
       std::vector<float> v(10);
       if (rank == 1) return;
       try {
         engine.wait(engine.submit(allreduce("late", v)));
       } catch (const Failure& failure) {
-        told += failure.error().code == ErrorCode::kTimeout &&
-                failure.error().message.find("rank 1 (a thread): alive; it has run no operation") !=
-                    std::string::npos;
+        reported += failure.error().code == ErrorCode::kTimeout &&
+                    failure.error().message.find(
+                        "rank 1 (a thread): alive; it has run no operation") != std::string::npos;
       }
     });
-    CHECK(told == 2);
+    CHECK(reported == 2);
     world.shutdown();
   }
 }
@@ -754,13 +755,13 @@ TEST_CASE("an engine that is behind broadcasts and waits at barriers without the
   in_place.root = 0;
   Submission apart = in_place;
   apart.outputs.clear();
-  bool told = false;
-  apart.done = [&told](const Error* error) { told = error == nullptr; };
+  bool reported = false;
+  apart.done = [&reported](const Error* error) { reported = error == nullptr; };
   engine.wait(engine.submit(std::move(in_place)));
   CHECK(v == values(1, 100));
   const OperationPtr made = engine.submit(std::move(apart));
   engine.wait(made);
-  CHECK(told);
+  CHECK(reported);
   CHECK(std::memcmp(made->buffers.at(0)->data(), v.data(), v.size() * sizeof v[0]) == 0);
   Submission barrier;
   barrier.kind = OpKind::kBarrier;

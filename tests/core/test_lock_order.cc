@@ -144,16 +144,16 @@ TEST_CASE("a wait for a condition lets go of its lock, and takes it back in orde
   CheckedMutex mutex(LockRank::queue);
   CheckedMutex outer(LockRank::shutdown);
   std::condition_variable_any news;
-  bool told = false;
+  bool notified = false;
   std::thread other([&] {
     const std::lock_guard lock(mutex);
-    told = true;
+    notified = true;
     news.notify_all();
   });
   {
     const std::lock_guard first(outer);
     std::unique_lock lock(mutex);
-    news.wait(lock, [&] { return told; });
+    news.wait(lock, [&] { return notified; });
   }
   other.join();
   CHECK(is_refused(

@@ -33,8 +33,8 @@ TEST_CASE("a remark stays until there is another") {
 
 TEST_CASE("a question is taken once, and its answer once") {
   Mailbox mailbox;
-  int told = 0;
-  mailbox.set_on_stacks([&] { ++told; });
+  int requests = 0;
+  mailbox.set_on_stacks([&] { ++requests; });
   CHECK(!mailbox.take_question());
   mailbox.ask_stacks();
   CHECK(mailbox.wait());
@@ -42,7 +42,7 @@ TEST_CASE("a question is taken once, and its answer once") {
   CHECK(!mailbox.take_question());
   CHECK(!mailbox.take_stacks());
   mailbox.answer("here");
-  CHECK(told == 1);
+  CHECK(requests == 1);
   CHECK(mailbox.take_stacks() == "here");
   CHECK(!mailbox.take_stacks());
 }

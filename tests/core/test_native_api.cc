@@ -154,7 +154,7 @@ TEST_CASE("a submission of another generation fails as lost") {
 
 namespace {
 
-// A call whose outputs are made when their sizes are known, and what it was told of these.
+// A call whose outputs are made when their sizes are known, and the sizes that it was given.
 struct SizedCall : Call {
   SizedCall(OpKind kind, std::int64_t rows, const std::vector<std::int64_t>& splits)
       : Call(1), numbers(splits) {
@@ -165,12 +165,12 @@ struct SizedCall : Call {
     submission.numbers = numbers.empty() ? nullptr : numbers.data();
     submission.number_count = static_cast<std::int32_t>(numbers.size());
     submission.context = this;
-    submission.sized = [](void* self, const std::int64_t* told, std::int32_t count) {
-      static_cast<SizedCall*>(self)->told.emplace_back(told, told + count);
+    submission.sized = [](void* self, const std::int64_t* sizes, std::int32_t count) {
+      static_cast<SizedCall*>(self)->sizes.emplace_back(sizes, sizes + count);
     };
     submission.allocate = [](void* self, std::int32_t index, const std::int64_t*, std::int32_t) {
       auto& call = *static_cast<SizedCall*>(self);
-      CHECK(call.told.size() == 1);  // before memory is asked for
+      CHECK(call.sizes.size() == 1);  // before memory is asked for
       return static_cast<void*>(call.memory[static_cast<std::size_t>(index)].data());
     };
     submission.done = [](void* self, std::int32_t code, const char* message) {
@@ -179,13 +179,14 @@ struct SizedCall : Call {
   }
 
   std::vector<std::int64_t> numbers;
-  std::vector<std::vector<std::int64_t>> told;
+  std::vector<std::vector<std::int64_t>> sizes;
   std::array<std::array<float, 16>, 2> memory{};
 };
 
-// What ranks 0 and 1 of three are told in a call that rank 2 does not make, as it has joined.
+// The sizes that ranks 0 and 1 of three are given in a call that rank 2 does not make, as it has
+// joined.
 std::array<std::vector<std::int64_t>, 2> told_to_two(OpKind kind) {
-  std::array<std::vector<std::int64_t>, 2> told;
+  std::array<std::vector<std::int64_t>, 2> sizes;
   ThreadWorld world(one_host(3));
   world.run([&](int rank, Engine& engine) {
     if (rank < 2) {
@@ -195,8 +196,8 @@ std::array<std::vector<std::int64_t>, 2> told_to_two(OpKind kind) {
                      exchanges ? std::vector<std::int64_t>{0, 1, 0} : std::vector<std::int64_t>{});
       REQUIRE(call.submit(api).code == 0);
       CHECK(call.wait().code == 0);
-      REQUIRE(call.told.size() == 1);
-      told[static_cast<std::size_t>(rank)] = call.told[0];
+      REQUIRE(call.sizes.size() == 1);
+      sizes[static_cast<std::size_t>(rank)] = call.sizes[0];
     }
     Submission join;
     join.kind = OpKind::kJoin;
@@ -204,19 +205,19 @@ std::array<std::vector<std::int64_t>, 2> told_to_two(OpKind kind) {
     engine.wait(engine.submit(std::move(join), true));
   });
   world.shutdown();
-  return told;
+  return sizes;
 }
 
 }  // namespace
 
 TEST_CASE("an allgather tells every member's rows before it asks for memory") {
-  const auto told = told_to_two(OpKind::kAllgather);
-  CHECK(told[0] == std::vector<std::int64_t>{1, 2, 0});
-  CHECK(told[1] == told[0]);
+  const auto sizes = told_to_two(OpKind::kAllgather);
+  CHECK(sizes[0] == std::vector<std::int64_t>{1, 2, 0});
+  CHECK(sizes[1] == sizes[0]);
 }
 
 TEST_CASE("an alltoall tells the rows that come from each member, and which one has joined") {
-  const auto told = told_to_two(OpKind::kAlltoall);
-  CHECK(told[0] == std::vector<std::int64_t>{0, 0, kNoRows});
-  CHECK(told[1] == std::vector<std::int64_t>{1, 1, kNoRows});
+  const auto sizes = told_to_two(OpKind::kAlltoall);
+  CHECK(sizes[0] == std::vector<std::int64_t>{0, 0, kNoRows});
+  CHECK(sizes[1] == std::vector<std::int64_t>{1, 1, kNoRows});
 }

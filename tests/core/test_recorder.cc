@@ -125,7 +125,7 @@ TEST_CASE("an operation in flight outlives those that finish after it") {
   CHECK(recorder.waiting_since(records[0].times[kAtAnnounce]) == 0);
 }
 
-TEST_CASE("what comes too late for an overwritten operation is not told of the next one") {
+TEST_CASE("what comes too late for an overwritten operation is not recorded for the next one") {
   Recorder recorder(1);
   Operation first = operation_of("first");
   Operation second = operation_of("second");

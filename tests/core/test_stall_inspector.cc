@@ -137,7 +137,7 @@ TEST_CASE("operations that have waited for less than the limit are not reported"
   CHECK(desk.report() == "");
 }
 
-TEST_CASE("ranks that say the same are told together") {
+TEST_CASE("ranks that wait for the same are reported together") {
   Desk desk;
   desk.waiting = {stalled("x", 61, {0}, {1, 2, 3, 4, 5, 6})};
   desk.begin();
@@ -148,7 +148,7 @@ TEST_CASE("ranks that say the same are told together") {
   CHECK(mentions(report, "\n  rank 4 (pid 104): other"));
 }
 
-TEST_CASE("who does not answer is told when the time is over") {
+TEST_CASE("a rank that does not answer is reported when the time is over") {
   Desk desk;
   desk.begin();
   desk.answer(1, "its process exists", false);
@@ -232,7 +232,7 @@ TEST_CASE("the limit is the first of the times that are set") {
 }
 
 TEST_CASE(
-    "many operations are told by who is absent, ten names in full and the number of the rest") {
+    "many operations are reported by absent ranks, ten names in full and the number of the rest") {
   std::vector<Stalled> waiting;
   const std::string long_name(3000, 'n');
   for (int i = 0; i < 25; ++i)
@@ -245,7 +245,8 @@ TEST_CASE(
   CHECK(mentions(text, "\n  rank 1 waits for rank 0 in 1 operation:\n    'other', for 8 s"));
 }
 
-TEST_CASE("no more ranks are asked than an inquiry holds, and the others are told as not asked") {
+TEST_CASE(
+    "no more ranks are asked than an inquiry holds, and the others are reported as not asked") {
   Desk desk;
   std::vector<int> absent(kRanksAskedMax + 2);
   for (std::size_t i = 0; i < absent.size(); ++i) absent[i] = static_cast<int>(i) + 1;

@@ -292,7 +292,7 @@ TEST_CASE("last words of somebody on the way, who can compute a checksum, are no
   }
 }
 
-TEST_CASE("a reason of any length is told, cut to what a message may have") {
+TEST_CASE("a reason of any length is sent, cut to what a message may have") {
   std::string reason;
   while (reason.size() < 100'000) reason += "grün ";
   const Stream words = last_words(

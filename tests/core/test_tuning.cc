@@ -48,7 +48,7 @@ TEST_CASE("a sample covers whole steps, after one that is left out") {
   CHECK(sample->bytes == 600);
   CHECK(sample->seconds == doctest::Approx(0.006));
   const std::uint64_t fingerprint = sample->fingerprint;
-  CHECK(!meter.note("a", 100, kStart));  // nothing until it is told to go on
+  CHECK(!meter.note("a", 100, kStart));  // nothing until it is resumed
 
   meter.restart();
   sample.reset();

@@ -19,7 +19,7 @@ TEST_CASE("ordinals end as they are spoken") {
   CHECK(ordinal(121) == "121st");
 }
 
-TEST_CASE("a rank that has left is told with its count and the next one's") {
+TEST_CASE("a rank that has left is reported with its count and the next one's") {
   const RunCount runs{120, true};
   const auto text =
       text_of_departed(OpKind::kAllreduce, "g", runs, std::array{0}, std::array{1, 2});
@@ -29,7 +29,7 @@ TEST_CASE("a rank that has left is told with its count and the next one's") {
         "hvd.join() on every rank when its data end");
 }
 
-TEST_CASE("a count that is not known is not told") {
+TEST_CASE("a count that is not known is not reported") {
   const RunCount runs{7, false};
   const auto text = text_of_uneven(OpKind::kAllgather, "g", runs, "it", std::array{3});
   CHECK(text.find("7th") == std::string::npos);

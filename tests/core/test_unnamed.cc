@@ -166,7 +166,7 @@ TEST_CASE("a rank that has joined or left counts for unnamed calls, too") {
   CHECK(decision.refusals[1].name == "allreduce.noname.4");
 }
 
-TEST_CASE("unnamed calls that wait are told as stalled") {
+TEST_CASE("unnamed calls that wait are reported as stalled") {
   Desk desk(3);
   const CacheId id = desk.agree(1);
   desk.hit(2, id, 2);
@@ -310,7 +310,7 @@ TEST_CASE("four threads of each rank with the same unnamed calls all get the sum
 TEST_CASE("ranks whose unnamed calls differ all get the error, and those around it are right") {
   for (const Layout& layout : {one_host(2), Layout{{0, 1}, {2, 3}, {4}}}) {
     ThreadWorld world(layout);
-    std::atomic<int> told{0}, wrong{0};
+    std::atomic<int> mismatches{0}, wrong{0};
     world.run([&](int rank, Engine& engine) {
       for (int step = 0; step < 3; ++step) {
         std::vector<float> before(4, 1.0f), bad(rank == world.size() - 1 ? 5 : 4, 1.0f),
@@ -325,12 +325,12 @@ TEST_CASE("ranks whose unnamed calls differ all get the error, and those around 
         try {
           engine.wait(odd);
         } catch (const Failure& failure) {
-          told += failure.error().code == ErrorCode::kRankMismatch;
+          mismatches += failure.error().code == ErrorCode::kRankMismatch;
         }
       }
     });
     CHECK(wrong == 0);
-    CHECK(told == 3 * world.size());
+    CHECK(mismatches == 3 * world.size());
     world.shutdown();
   }
 }

@@ -5,7 +5,7 @@ Arguments: a folder, and places at which a process kills itself, each once in th
     step:RANK:STEP            in the step, before its collective
     commit:RANK:STEP          after the step, before its commit
     meet:RANK:GENERATION:STAGE   while the ranks of that generation meet
-    sync:RANK:GENERATION      while the state is told
+    sync:RANK:GENERATION      while the state is sent
     init                      the first replacement, before init()
 """
 

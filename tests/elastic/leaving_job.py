@@ -51,9 +51,9 @@ STATE.register_reset_callbacks([lambda: say("reset")])
 
 
 @on_leave
-def leave(told: Leave) -> None:
+def leave(notice: Leave) -> None:
     assert (STATE.weights == sum(range(1, STATE.step + 1))).all()
-    say(f"left rank {told.rank} of {told.size} everyone {told.everyone} step {STATE.step}")
+    say(f"left rank {notice.rank} of {notice.size} everyone {notice.everyone} step {STATE.step}")
 
 
 train(STATE)

@@ -96,8 +96,8 @@ def tell(values: list[Any], counts: Any, steps: int, word: str = "none") -> None
     """What has become of the weights."""
     everything = b"".join(np.ascontiguousarray(item).tobytes() for item in values)
     digest = hashlib.sha256(everything).hexdigest()[:16]
-    told = sorted(set(counts.tolist()))
-    print(f"end {digest} prologue {word} counts {told} steps {steps}", flush=True)
+    distinct = sorted(set(counts.tolist()))
+    print(f"end {digest} prologue {word} counts {distinct} steps {steps}", flush=True)
 
 
 class WatchedTraining(train_job.KilledTraining):

@@ -82,7 +82,7 @@ class Job:
     def tell(self, member: int, scope: str, value: bytes, *, own: bool = False) -> None:
         heard = len(self.driver._received)
         self.living[member].put(scope, member, value, own=own)
-        wait_until(lambda: len(self.driver._received) > heard, "what was told")
+        wait_until(lambda: len(self.driver._received) > heard, "what was sent")
         if own:
             self.living[member].forget(scope, member)
         self.turn()

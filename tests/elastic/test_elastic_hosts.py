@@ -102,12 +102,12 @@ class Cluster:
     def says(self, text: str) -> str:
         """Wait for words of the launcher."""
 
-        def told() -> bool:
+        def reported() -> bool:
             assert self.launcher.process is not None
             self.launcher._read(self.launcher.process, time.monotonic() + 1)
             return text in self.launcher.err.decode()
 
-        wait_until(told, text)
+        wait_until(reported, text)
         return self.launcher.err.decode()
 
     def finish(self, size: int) -> str:

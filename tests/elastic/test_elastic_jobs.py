@@ -20,7 +20,7 @@ WEIGHT = float(sum(range(1, STEPS + 1)))
 
 
 def run(launcher: Launcher, *options: str, kills: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
-    """The status, the ends that ranks have told, and the launcher's words."""
+    """The status, the ends that ranks have printed, and the launcher's output."""
     folder = launcher._folder
     status, out, err = launcher.run(*options, argv=[*launcher.python(), JOB, str(folder), *kills])
     for kill in kills:
@@ -518,8 +518,8 @@ def test_process_that_joins_is_given_no_rank_of_another(launcher: Launcher) -> N
     source = (
         "import os, signal\n"
         "member = int(os.environ['POLYHVD_MEMBER'])\n"
-        f"told = [os.environ.get('HOROVOD_' + name) for name in {names}]\n"
-        "os.write(1, b'%d is %r\\n' % (member, told))\n"
+        f"printed = [os.environ.get('HOROVOD_' + name) for name in {names}]\n"
+        "os.write(1, b'%d is %r\\n' % (member, printed))\n"
         "import polyhvd.numpy as hvd\n"
         "hvd.init()\n"
         "@hvd.elastic.run\n"
@@ -531,9 +531,9 @@ def test_process_that_joins_is_given_no_rank_of_another(launcher: Launcher) -> N
     )
     status, out, err = launcher.run("-np", "2", "--min-np", "1", "-H", "localhost:2", source=source)
     assert status == 0, err
-    told = dict(re.findall(r"(\d) is (.*)", out))
-    assert told["0"] == "['0', '2', '0', '0', '2']"
-    assert told["2"] == "[None, None, None, '1', '2']"
+    printed = dict(re.findall(r"(\d) is (.*)", out))
+    assert printed["0"] == "['0', '2', '0', '0', '2']"
+    assert printed["2"] == "[None, None, None, '1', '2']"
 
 
 def test_discovery_that_fails_is_told_once_and_hosts_stay(launcher: Launcher, tmp_path: Path) -> None:

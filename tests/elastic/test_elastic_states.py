@@ -1,4 +1,4 @@
-"""States on ranks, without a launcher's driver: what is committed, restored and told."""
+"""States on ranks, without a launcher's driver: what is committed, restored and sent."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_first_sync_tells_rank_0_s_values() -> None:
     state.sync()
     assert (state.w.tolist(), state.own) == ([0, 1, 2, 3], 0)
     state.w[:] = 9
-    state.restore()  # what was told is a commit
+    state.restore()  # what was sent is a commit
     assert state.w.tolist() == [0, 1, 2, 3]
 
 

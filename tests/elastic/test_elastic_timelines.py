@@ -57,8 +57,8 @@ def run(launcher: Launcher, *options: str, file: str = "", last: str = "") -> li
     status, out, err = launcher.run(*JOB, *options, source=source)
     assert status == 0, err
     assert sorted(re.findall(r"end .*", out)) == [f"end {rank} 3" for rank in range(3)]
-    told = [tuple(map(int, found)) for found in re.findall(r"process (\d+) (\d+) (\d+)", out)]
-    by_place = {(generation, rank): process for process, generation, rank in told}
+    places = [tuple(map(int, found)) for found in re.findall(r"process (\d+) (\d+) (\d+)", out)]
+    by_place = {(generation, rank): process for process, generation, rank in places}
     first = [by_place[1, rank] for rank in range(3)]
     assert [by_place[2, rank] for rank in range(2)] == [first[0], first[2]]
     return [*first, by_place[2, 2]]

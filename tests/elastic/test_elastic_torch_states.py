@@ -206,7 +206,7 @@ def test_copies_have_the_forms_of_empty_like_and_lie_side_by_side() -> None:
 
 
 @pytest.mark.ranks(2, 3, framework="torch")
-@pytest.mark.parametrize("how", ["told", "restored", "imported"])
+@pytest.mark.parametrize("how", ["sent", "restored", "imported"])
 def test_moments_lie_as_their_parameters_do_for_fused_kernels(how: str) -> None:
     def make() -> Any:
         torch.manual_seed(1)
@@ -224,7 +224,7 @@ def test_moments_lie_as_their_parameters_do_for_fused_kernels(how: str) -> None:
     for number in range(3):
         step(model, optimizer, number)
     state.commit()
-    if how == "imported" or (how == "told" and hvd.rank() > 0):
+    if how == "imported" or (how == "sent" and hvd.rank() > 0):
         model, optimizer = make()
         other = hvd.elastic.TorchState(model, optimizer)
         if how == "imported":

@@ -1,4 +1,4 @@
-"""Processes that are told to leave an elastic job: between two steps, and nobody is the worse for it."""
+"""Processes that get notice to leave an elastic job do so between two steps, and the others continue."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ def test_all_ranks_have_time_to_save_when_the_whole_job_is_told_to_end(launcher:
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("told", ["launcher", "ranks"])
+@pytest.mark.parametrize("target", ["launcher", "ranks"])
 def test_train_that_all_ranks_leave_goes_on_at_the_same_step_when_it_is_run_again(
-    launcher: Launcher, tmp_path: Path, told: str
+    launcher: Launcher, tmp_path: Path, target: str
 ) -> None:
     folder = tmp_path / "checkpoints"
     source = (
@@ -149,13 +149,13 @@ def test_train_that_all_ranks_leave_goes_on_at_the_same_step_when_it_is_run_agai
     )
     launcher.start("-np", "2", "--min-np", "1", source=source)
     pids = {int(text) for text in re.findall(rb"pid (\d+)\n", launcher.wait_for("step pid", 6))}
-    if told == "launcher":
+    if target == "launcher":
         launcher.signal(signal.SIGTERM)
     else:
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
     status, out, err = launcher.finish()
-    assert status == (128 + signal.SIGTERM if told == "launcher" else RESUME_STATUS), f"{out}\n{err}"
+    assert status == (128 + signal.SIGTERM if target == "launcher" else RESUME_STATUS), f"{out}\n{err}"
     steps = max(out.count(f"pid {pid}\n") for pid in pids)
     (name,) = os.listdir(folder)
     assert name == f"checkpoint-{steps:012d}.npz"

@@ -30,8 +30,8 @@ def test_who_takes_the_place_of_a_lost_rank_gets_what_that_had(launcher: Launche
 
 def test_random_states_go_on_where_they_were() -> None:
     parts = random_states()
-    told = encoded({name: get() for name, (get, _) in parts.items()}) + b"padding"
+    data = encoded({name: get() for name, (get, _) in parts.items()}) + b"padding"
     expected = np.random.random(4).tolist()
-    for name, value in decoded(told).items():
+    for name, value in decoded(data).items():
         parts[name][1](value)
     assert np.random.random(4).tolist() == expected

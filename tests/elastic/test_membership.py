@@ -292,7 +292,7 @@ def test_state_is_lost_where_none_of_the_next_world_has_committed() -> None:
         membership.ended(member, ExitKind.KILLED, 10.0)
     actions = [*membership.request(2, 0, 11.0), *membership.request(3, 0, 11.0)]
     assert actions == [Form(2, (2, 3), ("a", "a"), state_lost=True)]
-    # It is told once: the job has begun with nothing again.
+    # It is reported once: the job has begun with nothing again.
     for member in (2, 3):
         membership.ended(member, ExitKind.KILLED, 20.0)
     assert started(membership.time_is(100.0)) == [4, 5]

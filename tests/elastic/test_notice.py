@@ -97,7 +97,7 @@ def is_in_state(states: str, task: Path) -> bool:
 
 @pytest.mark.ranks(2, framework="numpy", fresh=True)
 def test_abort_ends_a_transfer_that_does_not_move() -> None:
-    """What a rank is told of another one's loss must reach its program in the midst of a transfer, too."""
+    """The report of another rank's loss must reach the program during a transfer, too."""
     pids = hvd.allgather_object(os.getpid())
     x = np.ones(1 << 20)
     reduced = threading.Event()

@@ -12,14 +12,14 @@ from polyhvd.elastic.slow import slow_ranks
 
 
 def figures(own_s: list[float], step_s: float) -> list[Figure]:
-    """What a member has told, that has taken so long by itself in each step."""
-    pace, now, waited_s, told = Pace(1), 100.0, 0.0, []
+    """The figures that a member has sent whose steps have each taken so long."""
+    pace, now, waited_s, sent = Pace(1), 100.0, 0.0, []
     for number, own in enumerate([0.0, *own_s]):
         now += max(step_s, own)
         waited_s += max(step_s, own) - own
         if (figure := pace.step(now, waited_s, number + 1)) is not None:
-            told.append(figure)
-    return told
+            sent.append(figure)
+    return sent
 
 
 def slow(figures: list[tuple[int, float]], factor: float = 1.5) -> list[int]:
@@ -33,10 +33,10 @@ def slow(figures: list[tuple[int, float]], factor: float = 1.5) -> list[int]:
 
 
 def test_figure_is_the_median_of_the_time_in_which_a_member_does_not_wait() -> None:
-    told = figures(20 * [0.02], 0.1)
-    assert len(told) == 1
-    assert told[0].own_s == pytest.approx(0.02)
-    assert told[0].step_s == pytest.approx(0.1)
+    sent = figures(20 * [0.02], 0.1)
+    assert len(sent) == 1
+    assert sent[0].own_s == pytest.approx(0.02)
+    assert sent[0].step_s == pytest.approx(0.1)
 
 
 def test_nothing_is_told_of_few_steps_unless_they_are_long() -> None:
@@ -46,10 +46,10 @@ def test_nothing_is_told_of_few_steps_unless_they_are_long() -> None:
 
 
 def test_figure_has_the_part_in_which_a_member_waits_for_its_data() -> None:
-    pace, told = Pace(1), []
+    pace, sent = Pace(1), []
     for number in range(21):
-        told.append(pace.step(100.0 + 0.1 * number, 0.02 * number, number + 1, 0.03 * number))
-    (figure,) = filter(None, told)
+        sent.append(pace.step(100.0 + 0.1 * number, 0.02 * number, number + 1, 0.03 * number))
+    (figure,) = filter(None, sent)
     assert (figure.own_s, figure.data_s) == (pytest.approx(0.08), pytest.approx(0.03))
 
 
@@ -77,11 +77,11 @@ def test_figure_is_told_once_a_second() -> None:
 
 def test_what_follows_a_step_without_an_operation_is_the_same_step() -> None:
     pace = Pace(1)
-    told = []
+    sent = []
     for number in range(40):
         now = 100.0 + number // 2  # commit() after check_host_updates(), say
-        told.append(pace.step(now, 0.0, 1 + number // 2))
-    assert all(figure is None for figure in told)
+        sent.append(pace.step(now, 0.0, 1 + number // 2))
+    assert all(figure is None for figure in sent)
 
 
 def test_member_that_takes_much_longer_than_the_others_is_slow() -> None:

@@ -28,14 +28,14 @@ def run(launcher: Launcher, folder: Path, how: str, strike: str, options: tuple[
 
 @pytest.mark.parametrize("how", ["numpy late", "numpy set"])
 def test_rank_that_leaves_with_notice_undoes_nothing(launcher: Launcher, tmp_path: Path, how: str) -> None:
-    told = run(launcher, tmp_path, how, "leave", REPLACED)
-    assert told == {"end w [60.0, 60.0, 60.0] undone 0"}
+    ends = run(launcher, tmp_path, how, "leave", REPLACED)
+    assert ends == {"end w [60.0, 60.0, 60.0] undone 0"}
 
 
 def test_step_in_which_a_rank_was_lost_is_not_committed(launcher: Launcher, tmp_path: Path) -> None:
     """Though the program has caught the error, as loops do that pass over batches which cannot be used."""
-    told = run(launcher, tmp_path, "numpy skip", "kill", ("-np", "3", "--min-np", "2"))
-    assert {text.partition(" undone")[0] for text in told} == {"end w [60.0, 60.0, 60.0]"}
+    ends = run(launcher, tmp_path, "numpy skip", "kill", ("-np", "3", "--min-np", "2"))
+    assert {text.partition(" undone")[0] for text in ends} == {"end w [60.0, 60.0, 60.0]"}
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ in_numpy_and_nightly_in_others = pytest.mark.parametrize("framework", ["numpy", 
 def run(
     launcher: Launcher, framework: str, how: str, *options: str, kills: tuple[str, ...] = ()
 ) -> tuple[int, list[str], str]:
-    """The status, what ranks have told at the end of trainings, and what the job has printed."""
+    """The status, what ranks have printed at the end of trainings, and what the job has printed."""
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed")
     return test_train.run(launcher, *options, kills=kills, how=how, framework=framework)
@@ -43,7 +43,7 @@ def test_losses_at_every_point_leave_the_bits_of_a_training_without(
         "join:hello",  # a newcomer, while it joins
         "commit:2:3",  # when half of the state was copied
         "set:1:6",  # in a collective of a process set
-        "sync:1:6",  # while the state is told: within the recovery from that
+        "sync:1:6",  # while the state is sent: within the recovery from that
         "after:0:9",  # rank 0, when its weights are new and others may not be
     )
     status, ends, said = run(launcher, framework, "twice", *test_train.REPLACED, kills=kills)

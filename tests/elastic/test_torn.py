@@ -33,7 +33,7 @@ def test_ranks_that_were_torn_are_made_whole(launcher: Launcher, framework: str,
     undisturbed = ends(launcher, framework, "-np", "3", kill=(-1, -1), every=every)
     assert undisturbed == 3 * undisturbed[:1]
     assert undisturbed[0].endswith("steps 16 size 3")
-    told = ends(launcher, framework, *REPLACED, kill=(1, 6), every=every)
+    result = ends(launcher, framework, *REPLACED, kill=(1, 6), every=every)
     assert (launcher._folder / "killed").exists()
     assert len(list(launcher._folder.glob("torn *"))) == 2, "both that were left were in an update"
-    assert told == undisturbed
+    assert result == undisturbed

@@ -35,7 +35,7 @@ def run(
     framework: str = "numpy",
     data: str = "arrays",
 ) -> tuple[int, list[str], str]:
-    """The status, what ranks have told, and what the job has printed."""
+    """The status, what ranks have printed, and what the job has printed."""
     folder = launcher._folder
     launcher.out = launcher.err = b""
     command = [*launcher.python(framework), JOB, framework, str(folder), *kills]

@@ -75,6 +75,6 @@ def test_change_of_the_world_is_seen_by_all_ranks_after_the_same_step(
 ) -> None:
     """Also where what is sent in the background has ended on one rank before others look."""
     slots = ("-H", "localhost:16", "-np", "3", "--min-np", "2", "--max-np", "3")
-    told = run(launcher, tmp_path / "left", "numpy look 30", *slots)
-    assert [re.sub(r"generation \d+", "", text) for text in told] == 2 * ["end  undone 0"]
-    assert all(int(re.findall(r"generation (\d+)", text)[0]) > 5 for text in told), told
+    ends = run(launcher, tmp_path / "left", "numpy look 30", *slots)
+    assert [re.sub(r"generation \d+", "", text) for text in ends] == 2 * ["end  undone 0"]
+    assert all(int(re.findall(r"generation (\d+)", text)[0]) > 5 for text in ends), ends

@@ -12,7 +12,7 @@ Arguments: the framework, a folder, and places at which a process kills itself, 
     others:RANK:STEP   in the step: this rank kills all others
     late:RANK:STEP     this rank does not die: its step fails because another rank dies, as if its last
                        collective had failed. ``committed`` and ``set`` do not wait for its commit
-    sync:RANK:STEP     while the state is told, after so many steps
+    sync:RANK:STEP     while the state is sent, after so many steps
     join:STAGE, meet:RANK:GENERATION:STAGE   see dying.py
 
 It tells a digest of the weights, how often each row has counted, and how many steps there were. ``TRAIN``

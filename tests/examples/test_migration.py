@@ -220,7 +220,7 @@ def test_a_model_with_two_inputs_and_fused_projections_comes_over(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "told"),
+    ("change", "status", "message"),
     [
         (('activation="relu"', 'activation="sigmoid"'), 1, "so the models compute something else"),
         (
@@ -242,19 +242,19 @@ def test_a_model_with_two_inputs_and_fused_projections_comes_over(tmp_path: Path
     ids=["activation", "order", "units", "function", "killed"],
 )
 def test_models_that_do_not_match_are_told_in_a_line_and_nothing_is_written(
-    trained: Path, change: tuple[str, str], status: int, told: str
+    trained: Path, change: tuple[str, str], status: int, message: str
 ) -> None:
     (trained / "model.py").write_text(MODEL.replace(*change))
     (trained / "b.params").write_text("as it was")
     done = migrate("a.pt", "b.params", "--model", "model.py", cwd=trained)
     assert done.returncode == status, done.stderr
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert (trained / "b.params").read_text() == "as it was"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ["a.onnx", "b.pt", "--model", "model.py"],
@@ -272,13 +272,13 @@ def test_calls_that_cannot_be_carried_out_are_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.pt").touch()
     (tmp_path / "model.py").touch()
     assert cli.main(["parity", "migrate", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_reader_goes_from_gluon_to_pytorch_and_keras(tmp_path: Path, needs_both: None) -> None:

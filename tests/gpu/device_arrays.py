@@ -1,7 +1,7 @@
 """Arrays on a GPU for tests, by the CUDA driver alone: the stand-in, or a real one.
 
 Everything is given to a stream and comes when it comes: from_numpy() does not wait, and to_numpy()
-reads on the current stream, right behind what that was told to wait for.
+reads on the current stream, right behind what that has to wait for.
 """
 
 from __future__ import annotations

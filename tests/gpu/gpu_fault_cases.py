@@ -45,7 +45,7 @@ def _die_when_under_way() -> None:
 
 
 def die_in_transfer(victim: int) -> tuple[str, bool]:
-    """What the survivors are told, and whether their tensors are theirs again."""
+    """The errors that the survivors get, and whether their tensors are theirs again."""
     tensor = DeviceArray.from_numpy(np.ones(_LARGE, np.float32))
     if hvd.rank() == victim:
         threading.Thread(target=_die_when_under_way).start()
@@ -60,7 +60,7 @@ def die_in_transfer(victim: int) -> tuple[str, bool]:
 
 
 def fail_in_transfer(victim: int, variable: str, call: str) -> str:
-    """What a rank is told when a call of the driver fails on one of them."""
+    """The error that a rank gets when a call of the driver fails on one of them."""
     tensor = DeviceArray.from_numpy(np.ones(_LARGE, np.float32))
     if hvd.rank() == victim:
         ctypes.CDLL(None).setenv(variable.encode(), call.encode(), 1)

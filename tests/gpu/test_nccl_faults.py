@@ -61,8 +61,8 @@ def test_where_nccl_is_required_every_rank_hears_why_it_cannot(
     job: Job, settings: tuple[tuple[str, str], ...], words: list[str]
 ) -> None:
     with job(REQUIRED, *settings) as pool:
-        told = pool.run(cases.refused)
-    for kind, message in told:
+        results = pool.run(cases.refused)
+    for kind, message in results:
         assert kind == "InvalidArgumentError"
         for word in ("POLYHVD_BACKENDS asks for nccl", *words):
             assert word in message, message
@@ -94,8 +94,8 @@ def test_an_error_of_nccl_is_told_on_every_rank_and_frees_its_streams(
     job: Job, fault: str, words: list[str]
 ) -> None:
     with job() as pool:
-        told = pool.run(cases.fail_in_operation, fault)
-    for _, message, seconds in told:
+        results = pool.run(cases.fail_in_operation, fault)
+    for _, message, seconds in results:
         for word in words:
             assert word in message, message
         assert seconds < 10

@@ -202,12 +202,12 @@ class World:
         self._connections: list[Connections] = []
 
     def config(self, rank: int, size: int, **values: object) -> tuple[Launched, Settings]:
-        """What a rank is told, and its settings; one host and five seconds unless told otherwise."""
-        told: dict[str, object] = {"rendezvous": self.server.endpoint, "secret": self.secret}
-        told |= {name: value for name, value in values.items() if hasattr(Launched, name)}
+        """A rank's variables and settings; by default one host and five seconds."""
+        variables: dict[str, object] = {"rendezvous": self.server.endpoint, "secret": self.secret}
+        variables |= {name: value for name, value in values.items() if hasattr(Launched, name)}
         settings = {name: value for name, value in values.items() if not hasattr(Launched, name)}
         return (
-            Launched(rank=rank, size=size, **told),  # type: ignore[arg-type]
+            Launched(rank=rank, size=size, **variables),  # type: ignore[arg-type]
             Settings(**{"start_timeout_s": 5.0, **settings}),  # type: ignore[arg-type]
         )
 

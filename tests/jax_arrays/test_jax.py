@@ -308,7 +308,7 @@ def lose_a_rank() -> str:
             with hvd.translated_errors():
                 total(jnp.ones(2))
         except hvd.HorovodInternalError as error:
-            told = type(error).__name__
+            raised = type(error).__name__
         else:
             return "nothing"
-    return told
+    return raised

@@ -38,7 +38,7 @@ def test_a_version_of_jaxlib_that_crashes_is_a_warning_at_the_import(version: st
 def test_a_compiled_function_ends_with_the_error_of_a_rank_that_is_lost(fork_servers: ForkServers) -> None:
     with Pool(PoolSpec("jax", (2,)), fork_servers) as pool:
         pool.start("test_jax:lose_a_rank")
-        pool.settle(30.0, 20.0, lambda told: True)
+        pool.settle(30.0, 20.0, lambda outcome: True)
         survivor, lost = pool.answers()
         assert survivor == ("value", "PeerLostError")
         assert lost is not None

@@ -30,8 +30,8 @@ class Containers:
         for host, base in zip(self.hosts, self.bases, strict=True):
             for name in ("input/config", "input/data/training", "model", "output", "code", "checkpoints"):
                 (base / name).mkdir(parents=True)
-            told = {"current_host": host, "hosts": self.hosts, "network_interface_name": host}
-            self.config(base, "resourceconfig.json").write_text(json.dumps({**told, **resources}))
+            given = {"current_host": host, "hosts": self.hosts, "network_interface_name": host}
+            self.config(base, "resourceconfig.json").write_text(json.dumps({**given, **resources}))
 
     def config(self, base: Path, name: str) -> Path:
         """A file of SageMaker's."""
@@ -43,11 +43,11 @@ class Containers:
         script.write_text(source)
         command = [sys.executable, "-m", "polyhvd.launch", "--sagemaker", *options, str(script)]
         for number in only or range(len(self.bases)):
-            told = {"SAGEMAKER_BASE_DIR": str(self.bases[number]), "POLYHVD_SECRET": SECRET, **variables}
-            told["POLYHVD_FLIGHT_DIR"] = str(self._folder)
+            given = {"SAGEMAKER_BASE_DIR": str(self.bases[number]), "POLYHVD_SECRET": SECRET, **variables}
+            given["POLYHVD_FLIGHT_DIR"] = str(self._folder)
             pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             self.processes.append(
-                subprocess.Popen(command, cwd=ROOT, env=environment(**told), **pipes)  # type: ignore[call-overload]
+                subprocess.Popen(command, cwd=ROOT, env=environment(**given), **pipes)  # type: ignore[call-overload]
             )
         return self
 
@@ -56,12 +56,12 @@ class Containers:
         script = self._folder / "train.py"
         script.write_text(source)
         for base in self.bases:
-            told = environment(SAGEMAKER_BASE_DIR=str(base), **variables)
+            given = environment(SAGEMAKER_BASE_DIR=str(base), **variables)
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, str(script)],
                     cwd=ROOT,
-                    env=told,
+                    env=given,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                 )

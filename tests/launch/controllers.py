@@ -139,14 +139,14 @@ def train_job(documents: list[Manifest]) -> tuple[list[Pod], list[Manifest]]:
     assert container["name"] == "node"
     container |= {key: trainer[key] for key in ("image", "command", "args")}
     count = trainer["numNodes"]
-    told = {
+    extra = {
         "PET_NNODES": str(count),
         "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
         "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
         "PET_MASTER_PORT": "29400",
     }
     path = f"metadata.annotations['{_INDEX}']"
-    container["env"] += [{"name": key, "value": value} for key, value in told.items()]
+    container["env"] += [{"name": key, "value": value} for key, value in extra.items()]
     container["env"].append({"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": path}}})
     made["spec"] |= {"subdomain": name, "restartPolicy": "Never"}
     label = {"jobset.sigs.k8s.io/jobset-name": name}

@@ -11,23 +11,23 @@ import polyhvd.numpy as hvd
 hvd.init()
 reader, writer = os.pipe()
 if os.fork() == 0:
-    told = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size(), hvd.is_initialized()]
+    got = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size(), hvd.is_initialized()]
     for function in (hvd.barrier, hvd.init):
         try:
             function()
         except (RuntimeError, ValueError) as error:
-            told.append(f"{type(error).__name__}: {error}")
+            got.append(f"{type(error).__name__}: {error}")
     os.environ["POLYHVD_ALONE"] = "1"
     hvd.init()
-    os.write(writer, repr([*told, hvd.rank(), hvd.size()]).encode())
+    os.write(writer, repr([*got, hvd.rank(), hvd.size()]).encode())
     os._exit(0)
 os.wait()
-told = eval(os.read(reader, 4096))
+got = eval(os.read(reader, 4096))
 child = f"this is a forked child of rank {hvd.rank()} (process {os.getpid()})"
-assert told[:5] == [hvd.rank(), 2, hvd.local_rank(), hvd.cross_size(), False], told
-assert told[5] == f"NotInitializedError: {child}: only the rank can communicate", told
-assert told[6].startswith(f"UnsupportedError: init(): {child}, so it cannot be a rank itself. For"), told
-assert told[7:] == [0, 1], told
+assert got[:5] == [hvd.rank(), 2, hvd.local_rank(), hvd.cross_size(), False], got
+assert got[5] == f"NotInitializedError: {child}: only the rank can communicate", got
+assert got[6].startswith(f"UnsupportedError: init(): {child}, so it cannot be a rank itself. For"), got
+assert got[7:] == [0, 1], got
 hvd.barrier()
 """
 STARTS = """

@@ -155,10 +155,10 @@ def test_keys_that_horovodrun_ignores_are_warned_of(content: Any, warning: str) 
 )
 def test_what_is_no_yaml_is_said_in_a_line(tmp_path: Path, text: str, message: str) -> None:
     pytest.importorskip("yaml")
-    with pytest.raises(ConfigFileError) as told:
+    with pytest.raises(ConfigFileError) as caught:
         read(written(tmp_path, text), print)
-    assert message in str(told.value)
-    assert "\n" not in str(told.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_endless_file_is_given_up() -> None:

@@ -97,12 +97,12 @@ def test_json_is_as_its_page_says() -> None:
     missing = HostFindings("b", problems=[Problem("b", "refused", "x", "y")])
     one = host("a")
     one.links = [{"to": "b", "reached": False, "tried": [["10.0.0.2", "timed out"]]}]
-    told = as_json([one, missing])
-    for key in [*told, *told["hosts"][0], *told["links"][0], *told["problems"][0]]:
+    report = as_json([one, missing])
+    for key in [*report, *report["hosts"][0], *report["links"][0], *report["problems"][0]]:
         assert f"`{key}`" in page, key
-    assert told["healthy"] is False
-    assert told["hosts"][1]["examined"] is False
-    assert told["links"] == [
+    assert report["healthy"] is False
+    assert report["hosts"][1]["examined"] is False
+    assert report["links"] == [
         {
             "from": "a",
             "to": "b",
@@ -144,14 +144,14 @@ def test_hosts_are_examined_and_every_two_are_measured(
     listed = f"localhost,{second.address},{third.address}"
     done = doctor(first, *options, "-H", listed, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert told["healthy"] is True
-    assert [item["examined"] for item in told["hosts"]] == [True, True, True]
-    for item in told["hosts"]:
+    report = json.loads(done.stdout)
+    assert report["healthy"] is True
+    assert [item["examined"] for item in report["hosts"]] == [True, True, True]
+    for item in report["hosts"]:
         assert abs(item["clock"]["ahead_s"]) <= item["clock"]["exact_s"]  # they have one clock
-    assert told["hosts"][1]["chosen"]["interface"] == "to0"
-    assert told["hosts"][1]["chosen"]["address"] == "10.213.1.2"
-    ways = {(link["from"], link["to"]): link for link in told["links"]}
+    assert report["hosts"][1]["chosen"]["interface"] == "to0"
+    assert report["hosts"][1]["chosen"]["address"] == "10.213.1.2"
+    ways = {(link["from"], link["to"]): link for link in report["links"]}
     assert len(ways) == 6
     assert all(link["reached"] for link in ways.values())
     assert ways[second.address, third.address]["address"] == "10.213.12.3"  # of the network between them

@@ -17,7 +17,7 @@ from polyhvd.launch.job.agent import Heartbeat
 
 #: Short, and long enough for a machine whose cores other tests use.
 SHORT = ["--heartbeat-timeout-s", "3"]
-#: Saves a checkpoint when it is told to end, and says where it is.
+#: Saves a checkpoint when it gets a signal, and prints its place.
 SAVING = RANK + (
     "def save(*_):\n"
     "  open({folder!r} + f'/saved{{rank}}', 'w').close()\n"

@@ -114,8 +114,8 @@ def test_parser_knows_every_option_of_horovodrun_and_says_where_others_come_from
 
 def test_remarks_belong_to_options_that_are_there() -> None:
     first = {action.option_strings[0] for action in make_parser()._actions if action.option_strings}
-    told = {*horovodrun.REMARKS, *horovodrun.FROM_ELSEWHERE, *horovodrun.WITHOUT_EFFECT}
-    assert told <= first
+    named = {*horovodrun.REMARKS, *horovodrun.FROM_ELSEWHERE, *horovodrun.WITHOUT_EFFECT}
+    assert named <= first
 
 
 @pytest.mark.parametrize("option", sorted(OPTIONS))

@@ -262,8 +262,8 @@ def test_pods_in_the_network_of_their_nodes_meet_by_variables(tmp_path: Path) ->
     made, services = one_rank()
     for index, pod in enumerate(made):
         pod.spec["hostNetwork"] = True
-        told = {"RANK": str(index), "WORLD_SIZE": "3", "MASTER_ADDR": "train-0.train", "MASTER_PORT": "29500"}
-        for name, value in told.items():
+        env = {"RANK": str(index), "WORLD_SIZE": "3", "MASTER_ADDR": "train-0.train", "MASTER_PORT": "29500"}
+        for name, value in env.items():
             say(pod, name, value)
     with Cluster(tmp_path, services) as cluster:
         cluster.train(WORK)

@@ -15,13 +15,13 @@ from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
 from polyhvd.testing.stand_ins import is_installed
 
-#: A rank that fails, and others that say what they are told.
+#: A rank that fails, and others that print the errors that they get.
 BEGIN = """
 import os, sys
 import numpy as np
 import polyhvd.numpy as hvd
 hvd.init()
-def told(call, *arguments, **options):
+def report(call, *arguments, **options):
     try:
         call(*arguments, **options)
     except hvd.HorovodInternalError as error:
@@ -83,7 +83,7 @@ def test_a_rank_that_fails_is_the_reason_for_whoever_waits_or_comes_later(
 ) -> None:
     source = BEGIN + (
         f"if hvd.rank() == {leaver}: fail()\n"
-        "for name in 'x', 'y': told(hvd.allreduce, np.ones(3), name=name)\n"
+        "for name in 'x', 'y': report(hvd.allreduce, np.ones(3), name=name)\n"
     )
     ended = ranks.run(hosts, source)
     reason = REASON.format(leaver)
@@ -95,7 +95,7 @@ def test_a_rank_that_fails_is_the_reason_for_whoever_waits_or_comes_later(
 def test_a_rank_that_fails_while_an_operation_is_pending_is_the_reason(ranks: Ranks) -> None:
     source = BEGIN + (
         "if hvd.rank() == 1:\n    handle = hvd.allreduce_async(np.ones(3), name='y')\n    fail()\n"
-        "told(hvd.allreduce, np.ones(3), name='x')\n"
+        "report(hvd.allreduce, np.ones(3), name='x')\n"
     )
     (_, first, err), _, (_, last, _) = ranks.run("aaa", source)
     for out in (first, last):
@@ -114,7 +114,7 @@ def test_a_rank_that_fails_of_another_one_is_no_reason(ranks: Ranks) -> None:
         "    except hvd.HorovodInternalError as error:\n"
         "        raise RuntimeError('the step has failed') from error\n"
         "while os.path.exists(f'/proc/{pid}'): pass\n"
-        "told(hvd.allreduce, np.ones(3), name='y')\n"
+        "report(hvd.allreduce, np.ones(3), name='y')\n"
     )
     _, _, (_, out, err) = ranks.run("aaa", source)
     assert out == f"PeerDepartedError: allreduce 'y': {REASON.format(1)}\n", err
@@ -125,8 +125,8 @@ def test_process_sets_without_the_rank_go_on_and_a_rank_that_has_joined_is_given
 ) -> None:
     source = BEGIN.replace("hvd.init()", "pair = hvd.ProcessSet([0, 1])\nhvd.init(process_sets=[pair])") + (
         "if hvd.rank() == 2: fail()\n"
-        "if hvd.rank() == 0: told(hvd.join)\n"
-        "else: told(hvd.allreduce, np.ones(3), name='x')\n"
+        "if hvd.rank() == 0: report(hvd.join)\n"
+        "else: report(hvd.allreduce, np.ones(3), name='x')\n"
         "total = hvd.allreduce(np.ones(3), op=hvd.Sum, process_set=pair, name='pair')\n"
         "os.write(1, f'{total.tolist()}\\n'.encode())\n"
     )
@@ -166,7 +166,7 @@ def test_a_rank_that_is_interrupted_in_init_is_the_reason(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("end", ["", "hvd.shutdown()\nfail()\n", "try: fail()\nexcept ValueError: pass\n"])
 def test_a_rank_that_ends_in_good_order_has_shut_down(ranks: Ranks, end: str) -> None:
-    source = BEGIN + "if hvd.rank() == 0: told(hvd.allreduce, np.ones(3), name='x')\nelse:\n"
+    source = BEGIN + "if hvd.rank() == 0: report(hvd.allreduce, np.ones(3), name='x')\nelse:\n"
     source += "".join(f"    {line}\n" for line in (end or "pass\n").splitlines())
     (_, out, err), _ = ranks.run("aa", source)
     assert out.startswith(
@@ -197,7 +197,7 @@ def test_a_rank_that_exits_with_a_status_or_a_text_is_the_reason(
 ) -> None:
     source = f"from sys import exit as leave\n{BEGIN}if hvd.rank() == 1:\n"
     source += "".join(f"    {line}\n" for line in end.splitlines())
-    source += "told(hvd.allreduce, np.ones(3), name='x')\n"
+    source += "report(hvd.allreduce, np.ones(3), name='x')\n"
     (_, out, err), (found, _, _), (_, last, _) = ranks.run("aab", source)
     assert (found, out) == (status, f"PeerDepartedError: allreduce 'x': {reason}\n"), err
     assert last == out
@@ -219,7 +219,7 @@ def test_a_rank_that_exits_with_a_status_or_a_text_is_the_reason(
     ],
 )
 def test_a_rank_that_exits_with_status_0_has_shut_down(ranks: Ranks, end: str) -> None:
-    source = BEGIN_THREADS + "if hvd.rank() == 0: told(hvd.allreduce, np.ones(3), name='x')\nelse:\n"
+    source = BEGIN_THREADS + "if hvd.rank() == 0: report(hvd.allreduce, np.ones(3), name='x')\nelse:\n"
     source += "".join(f"    {line}\n" for line in end.splitlines())
     (_, out, err), (status, _, _) = ranks.run("aa", source)
     assert out.startswith("PeerDepartedError: allreduce 'x' needs rank 1, which has shut down: it "), err
@@ -236,7 +236,7 @@ def test_an_exit_after_a_failure_of_another_rank_is_no_reason(ranks: Ranks) -> N
         "    except hvd.HorovodInternalError as error:\n"
         "        sys.exit(4)\n"
         "while os.path.exists(f'/proc/{pid}'): pass\n"
-        "told(hvd.allreduce, np.ones(3), name='y')\n"
+        "report(hvd.allreduce, np.ones(3), name='y')\n"
     )
     _, _, (_, out, err) = ranks.run("aaa", source)
     assert out == f"PeerDepartedError: allreduce 'y': {REASON.format(1)}\n", err
@@ -263,7 +263,7 @@ def test_a_rank_whose_main_thread_has_failed_leaves_while_another_thread_waits(
         "    while not all(os.path.exists(f'{__file__}.{rank}') for rank in range(3)): pass\n"
     )
     source += "".join(f"    {line}\n" for line in (WAITING[waiting] + end).splitlines())
-    source += "told(hvd.allreduce, np.ones(3), name='x')\n"
+    source += "report(hvd.allreduce, np.ones(3), name='x')\n"
     (_, first, err), (status, _, _), (_, last, _) = ranks.run("aab", source)
     for out in (first, last):  # with the operation's name unless it was asked for after that
         assert out.startswith("PeerDepartedError: "), err
@@ -307,7 +307,7 @@ def test_an_exception_of_another_thread_is_named_when_the_rank_leaves(ranks: Ran
     source += "    thread = threading.Thread(target=fail, name='loader')\n"
     source += "    thread.start()\n    thread.join()\n    hvd.allreduce(np.ones(3), name='x')\n"
     source += "".join(f"    {line}\n" for line in end.splitlines())
-    source += "else:\n    for name in 'x', 'y': told(hvd.allreduce, np.ones(3), name=name)\n"
+    source += "else:\n    for name in 'x', 'y': report(hvd.allreduce, np.ones(3), name=name)\n"
     (_, out, err), (status, _, printed) = ranks.run("aa", source)
     reason = "rank 1 has shut down; its thread 'loader' had failed: ValueError: bad row (train.py, line 12)"
     assert (status, out) == (0, f"PeerDepartedError: allreduce 'y': {reason}\n"), err
@@ -336,7 +336,7 @@ def test_a_rank_in_a_process_of_multiprocessing_that_fails_leaves_while_another_
         "    if hvd.rank() == 1:\n"
         "        threading.Thread(target=wait).start()\n"
         f"        {end}\n"
-        "    told(hvd.allreduce, np.ones(3), name='x')\n"
+        "    report(hvd.allreduce, np.ones(3), name='x')\n"
         "if __name__ == '__main__':\n"
         f"    process = multiprocessing.get_context('{method}').Process(target=work)\n"
         "    process.start()\n"
@@ -365,7 +365,7 @@ def test_a_rank_in_a_process_of_multiprocessing_that_returns_has_shut_down(
         "    if hvd.rank() == 1:\n"
         "        threading.Thread(target=last).start()\n"  # the rank leaves after it
         "        return\n"
-        "    for name in 'x', 'y': told(hvd.allreduce, np.ones(3), name=name)\n"
+        "    for name in 'x', 'y': report(hvd.allreduce, np.ones(3), name=name)\n"
         "if __name__ == '__main__':\n"
     )
     source += "".join(f"    {line}\n" for line in earlier.splitlines())

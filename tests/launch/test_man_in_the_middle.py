@@ -58,13 +58,13 @@ def steps() -> list[Any]:
     import polyhvd.numpy as hvd
 
     hvd.init()
-    told: list[Any] = [hvd.cross_size()]
+    received: list[Any] = [hvd.cross_size()]
     for number in range(4):
         word = f"this is word {number}" + 100 * "."
-        told.append(hvd.broadcast_object(word if hvd.rank() == 0 else None))
-        told.append(hvd.allgather_object((hvd.rank(), f"that is word {number}")))
+        received.append(hvd.broadcast_object(word if hvd.rank() == 0 else None))
+        received.append(hvd.allgather_object((hvd.rank(), f"that is word {number}")))
         assert hvd.allreduce(np.ones(3), op=hvd.Sum, name="x").tolist() == [2.0] * 3
-    return told
+    return received
 
 
 def large() -> float:
@@ -275,7 +275,7 @@ def test_what_a_host_says_while_others_are_awaited(tmp_path: Path) -> None:
         while 1 not in arrivals.arrived:
             time.sleep(0.01)
         connection.sendall(signed.seal(agent.frame(agent.BEAT, -1)))
-        while connection.recv(1 << 16):  # until it is told the result
+        while connection.recv(1 << 16):  # until the result arrives
             pass
         connection.close()
 

@@ -33,15 +33,15 @@ from polyhvd.config import Launched, Settings
 from polyhvd.launch.providers.local import meet_as
 bootstrap._segment_bytes = lambda ranks: 4096
 rank, size, host, endpoint, interface = sys.argv[1:]
-told = Launched(rank=int(rank), size=int(size), host_id=host, rendezvous=endpoint, secret="ab" * 32)
+launched = Launched(rank=int(rank), size=int(size), host_id=host, rendezvous=endpoint, secret="ab" * 32)
 settings = Settings(interface=interface, start_timeout_s=20.0)
-placement, store = meet_as(told, 0, time.monotonic() + 20)
+placement, store = meet_as(launched, 0, time.monotonic() + 20)
 wiring = bootstrap.connect(settings, placement, store, [])
 print(wiring.domains, wiring.segment_fd >= 0)
 for peer, descriptor in sorted(wiring.data_fds.items()):
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(True)
-    connection.sendall(bytes([told.rank]))
+    connection.sendall(bytes([launched.rank]))
     assert connection.recv(1) == bytes([peer])
     print(peer, connection.getsockname()[0], connection.getpeername()[0])
 """

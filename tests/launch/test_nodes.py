@@ -103,5 +103,5 @@ def test_kill_9_leaves_nothing_on_either_host(
         wait_until(lambda: not nodes.living(), f"the end of all after {what} of host {number}", 30.0)
         ended = job.finish()
     assert all(status != 0 for status, _, _ in ended)
-    told = ended[1 - number if what == "polyhvdrun" else number][2]
-    assert "polyhvdrun: " in told
+    error = ended[1 - number if what == "polyhvdrun" else number][2]
+    assert "polyhvdrun: " in error

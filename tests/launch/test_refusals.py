@@ -1,4 +1,4 @@
-"""What cannot work is told in one line, with a status other than 0, before anything is started."""
+"""What cannot work is reported in one line, with a status other than 0, before anything is started."""
 
 from __future__ import annotations
 

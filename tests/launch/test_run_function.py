@@ -59,12 +59,12 @@ def fail_on_rank_1(make: Callable[[], BaseException]) -> None:
 
 
 def test_exception_of_a_rank_is_raised_here_with_the_remote_traceback() -> None:
-    with pytest.raises(BadWeather) as told:
+    with pytest.raises(BadWeather) as caught:
         run(fail_on_rank_1, (lambda: BadWeather("bad weather", 3),), np=2)
-    assert told.value.args == ("bad weather", 3)
+    assert caught.value.args == ("bad weather", 3)
     expected = r"rank 1 on localhost exited with status 1\nTraceback .*BadWeather: \('bad weather', 3\)$"
-    assert isinstance(told.value.__cause__, RuntimeError)
-    assert re.search(expected, str(told.value.__cause__), re.DOTALL)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert re.search(expected, str(caught.value.__cause__), re.DOTALL)
 
 
 @pytest.mark.parametrize(

@@ -91,13 +91,13 @@ def test_failure_is_told_by_every_container(containers: Callable[..., Containers
         assert text.endswith("ValueError: bad data")
 
 
-@pytest.mark.parametrize("told", [[1], [0, 1]], ids=["second", "both"])
+@pytest.mark.parametrize("stopped", [[1], [0, 1]], ids=["second", "both"])
 def test_sigterm_to_any_container_has_all_save_checkpoints(
-    containers: Callable[..., Containers], told: list[int]
+    containers: Callable[..., Containers], stopped: list[int]
 ) -> None:
     job = containers(2).start(SAVING, *QUICK)
     ranks = pids(job.wait_for(b"pid ", 2))
-    for number in told:
+    for number in stopped:
         job.processes[number].send_signal(signal.SIGTERM)
     assert [status for status, _, _ in job.finish()] == [143, 143]
     assert [path.name for base in job.bases for path in (base / "checkpoints").iterdir()] == [

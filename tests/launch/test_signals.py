@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from launching import RANK, WAITING, Launcher, assert_gone, below, pids, wait_until
 
-#: Saves a checkpoint of `seconds` when it is told to end, and counts how often it was told.
+#: Saves a checkpoint of `seconds` when it gets a signal, and counts the signals.
 SAVING = RANK + (
-    "told = []\n"
+    "handled = []\n"
     "def save(number, _):\n"
-    "  told.append(number)\n"
+    "  handled.append(number)\n"
     "  time.sleep({seconds})\n"
-    "  os.write(1, b'saved %d %d\\n' % (rank, len(told)))\n"
+    "  os.write(1, b'saved %d %d\\n' % (rank, len(handled)))\n"
     "  os._exit(0)\n"
     "signal.signal(signal.{name}, save)\n"
     "os.write(1, b'pid %d\\n' % os.getpid())\n"
@@ -66,7 +66,7 @@ def test_ranks_without_a_handler_end_at_once_where_all_but_they_get_sigterm(laun
 def test_ranks_with_a_handler_save_once_whether_they_or_only_the_agents_get_sigterm(
     launcher: Launcher, all_get_it: bool
 ) -> None:
-    source = saving(0.5).replace("told = []", "import polyhvd.numpy as hvd; hvd.init(); told = []")
+    source = saving(0.5).replace("handled = []", "import polyhvd.numpy as hvd; hvd.init(); handled = []")
     launcher.start("-np", "2", "--term-grace-s", "600", source=source)
     ranks = pids(launcher.wait_for("pid ", 2))
     send([pid for pid in everyone(launcher) if all_get_it or pid not in ranks], signal.SIGTERM)
@@ -81,12 +81,12 @@ def test_ranks_with_a_handler_save_once_whether_they_or_only_the_agents_get_sigt
 def test_a_rank_that_has_handled_many_other_signals_saves_as_well(launcher: Launcher) -> None:
     """As with a timer: more signals than the pipe to the agent holds, and some heartbeats later SIGTERM."""
     many = (
-        "import polyhvd.numpy as hvd; hvd.init(); told = []\n"
+        "import polyhvd.numpy as hvd; hvd.init(); handled = []\n"
         "signal.signal(signal.SIGALRM, lambda *_: None)\n"
         "for _ in range(70000): signal.raise_signal(signal.SIGALRM)\n"
         "time.sleep(2)\n"
     )
-    source = saving(0.5).replace("told = []\n", many)
+    source = saving(0.5).replace("handled = []\n", many)
     assert many in source
     launcher.start("-np", "1", "--term-grace-s", "600", "--heartbeat-timeout-s", "3", source=source)
     (rank,) = pids(launcher.wait_for("pid ", 1))

@@ -15,7 +15,7 @@ from launching import DEADLINE_S, RANK, Launcher, assert_gone, pids, wait_until
 
 from polyhvd.launch.job.output import STDERR, STDOUT, Output
 
-#: Prints without end, and says so once more when it is told to end.
+#: Prints without end, and once more when it gets a signal.
 ENDLESS = RANK + (
     "def save(*_):\n"
     "  print('x' * 100000)\n"
@@ -70,10 +70,10 @@ def test_full_disk_is_told_once_and_does_not_end_the_job(launcher: Launcher, tmp
     status, out, err = launcher.run("-np", "2", "--output-filename", str(tmp_path / "logs"), source=source)
     assert status == 0
     assert len(out.splitlines()) == 1000
-    told = [line for line in err.splitlines() if "No space left on device" in line]
-    assert len(told) == 1
-    assert "rank." in told[0]
-    assert "/stdout" in told[0]
+    warnings = [line for line in err.splitlines() if "No space left on device" in line]
+    assert len(warnings) == 1
+    assert "rank." in warnings[0]
+    assert "/stdout" in warnings[0]
 
 
 def test_full_disk_below_standard_output_is_told_once(launcher: Launcher) -> None:

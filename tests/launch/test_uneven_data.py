@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches, and calls in different order: what users are told of it."""
+"""Ranks with different numbers of batches, and calls in different order: the errors that users get."""
 
 from __future__ import annotations
 

@@ -49,9 +49,9 @@ class ToolkitJob:
             for part in ("input/config", "input/data/training", "model", "output", "code"):
                 (base / part).mkdir(parents=True)
             (base / "code/train.py").write_text(source)
-            told = {"current_host": host, "hosts": self.hosts, "network_interface_name": "eth0"}
+            resources = {"current_host": host, "hosts": self.hosts, "network_interface_name": "eth0"}
             config = base / "input/config"
-            (config / "resourceconfig.json").write_text(json.dumps(told))
+            (config / "resourceconfig.json").write_text(json.dumps(resources))
             (config / "hyperparameters.json").write_text(json.dumps(hyperparameters))
             (config / "inputdataconfig.json").write_text(json.dumps({"training": _INPUT}))
         self._make_keys()

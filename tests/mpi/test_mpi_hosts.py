@@ -42,7 +42,7 @@ say("rank", rank, "on", socket.gethostname(), *place, *said.values(), moved["tcp
 )
 
 
-def told(out: str) -> Sequence[str]:
+def results(out: str) -> Sequence[str]:
     return sorted(re.findall(r"rank (\d on .*)", out))
 
 
@@ -53,7 +53,7 @@ def test_ranks_share_memory_within_their_host_alone(hosts: Hosts, tmp_path: Path
     status, out, err = hosts.run(script, POLYHVD_BACKENDS=backends)
     assert status == 0, out + err
     carried = "False True True" if backends == "host" else "True False False"
-    assert told(out) == [
+    assert results(out) == [
         f"{rank} on {host.name} {local} 2 {across} 2 {carried}"
         for across, host in enumerate((hosts.first, hosts.second))
         for local, rank in enumerate((2 * across, 2 * across + 1))
@@ -70,7 +70,7 @@ try:
     hvd.init()
     say("worked")
 except hvd.HorovodInternalError as error:
-    say("told", error)
+    say("raised", error)
     raise
 """
 )
@@ -81,7 +81,7 @@ def test_hosts_that_names_do_not_lead_to_need_an_interface(hosts: Hosts, tmp_pat
     script.write_text(NAMELESS)
     status, out, err = hosts.run(script)
     assert status != 0
-    assert re.search(r"told .*no route to nobody-knows-\d+; name an interface .*POLYHVD_GLOO_IFACE", out), (
+    assert re.search(r"raised .*no route to nobody-knows-\d+; name an interface .*POLYHVD_GLOO_IFACE", out), (
         out + err
     )
     status, out, err = hosts.run(script, POLYHVD_GLOO_IFACE="eth0")

@@ -244,7 +244,7 @@ try:
     while True:
         hvd.allreduce(np.ones(3))
 except hvd.HorovodInternalError as error:
-    say("told", error)
+    say("raised", error)
 """
 )
 

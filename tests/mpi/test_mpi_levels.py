@@ -145,7 +145,7 @@ if rank == 4:
     signal.pause()
 begin = time.monotonic()
 _, words = cases._ends(lambda: gpu.allreduce_(tensor, name="after", op=hvd.Max))
-say("told", rank, f"{time.monotonic() - begin:.1f}", words)
+say("raised", rank, f"{time.monotonic() - begin:.1f}", words)
 # A launcher may drop what a rank on another host has said when ranks fail right after.
 until = time.monotonic() + 20
 while not os.path.exists(sys.argv[1]) and time.monotonic() < until:
@@ -165,7 +165,7 @@ def test_a_process_set_has_levels_and_a_rank_that_is_killed_is_told_of(hosts: Ho
     try:
         # mpirun itself may stay when ranks end without MPI_Finalize, and the others are not to be ended.
         out = ""
-        while len(re.findall("told ", out)) < 5 and (line := process.stdout.readline()):
+        while len(re.findall("raised ", out)) < 5 and (line := process.stdout.readline()):
             out += line
             if "between" in line and out.count("between") == 6:
                 os.kill(int(re.findall(r"between 4 (\d+)", out)[0]), signal.SIGKILL)
@@ -176,10 +176,10 @@ def test_a_process_set_has_levels_and_a_rank_that_is_killed_is_told_of(hosts: Ho
         process.wait()
     assert sorted(re.findall(r"set (\d)", out)) == list("012345"), out + err
     if mpirun.going_on():  # else the launcher has ended all
-        told = re.findall(r"told (\d) ([\d.]+) .*rank 4 \(.*\) was lost", out)
-        assert len(told) == out.count("told "), out + err
-        assert all(float(seconds) < 10 for _, seconds in told), told
+        raised = re.findall(r"raised (\d) ([\d.]+) .*rank 4 \(.*\) was lost", out)
+        assert len(raised) == out.count("raised "), out + err
+        assert all(float(seconds) < 10 for _, seconds in raised), raised
         # Open MPI 5's launcher at times fails when a rank dies, and MPI then ends ranks before they
         # can say a word: "Socket closed", "MPI_ERRORS_ARE_FATAL".
         if "MPI_ERRORS_ARE_FATAL" not in err:
-            assert sorted(rank for rank, _ in told) == list("01235"), out + err
+            assert sorted(rank for rank, _ in raised) == list("01235"), out + err

@@ -168,7 +168,7 @@ def _wrong(parameters: list[Any], steps: int) -> list[tuple[str, float, float]]:
             try:
                 found = parameter.data().asnumpy()
                 break
-            except Exception:  # each error is told once, and what failed may share one
+            except Exception:  # each error is reported once, and what failed may share one
                 continue
         updates = np.round(-found.flat[0])
         if not (np.allclose(found, -updates, atol=1e-3) and 0 <= updates <= steps):

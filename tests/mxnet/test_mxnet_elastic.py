@@ -49,12 +49,12 @@ def test_restore_goes_back_to_the_last_of_several_commits() -> None:
 def test_what_a_sync_has_told_is_the_commit_on_every_rank() -> None:
     net, _, state = make()
     state.sync()
-    told = values(net)
-    assert told[0] == 3 * [[1.0, 1.0]]
+    synced = values(net)
+    assert synced[0] == 3 * [[1.0, 1.0]]
     for _ in range(3):
         put(net, 7.0)
         state.restore()
-        assert values(net) == told
+        assert values(net) == synced
         state.commit()
 
 
@@ -92,7 +92,7 @@ def test_scheduler_stays_the_object_that_the_program_knows() -> None:
     tree, arrays = pack(state.exported())
     kept = unpack(tree, arrays.__getitem__)
     state.sync()
-    assert trainer.learning_rate == 0.4, "rank 0's, which the others were told"
+    assert trainer.learning_rate == 0.4, "rank 0's, which was sent to the others"
     scheduler.base_lr = 0.1
     assert trainer.learning_rate == 0.1
     state.restore()

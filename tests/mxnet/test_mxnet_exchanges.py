@@ -39,20 +39,20 @@ def test_alltoall_with_and_without_splits(hvd, mx, np):
         np.array(splits[rank], dtype=np.int32),
         mx.nd.array(splits[rank], dtype="int32"),
     ):
-        got, told = hvd.alltoall(x, splits=given, priority=3)
+        got, counts = hvd.alltoall(x, splits=given, priority=3)
         equal(np, got, want)
-        equal(np, told, np.array(received, dtype=np.int32))
+        equal(np, counts, np.array(received, dtype=np.int32))
     handle = hvd.alltoall_async(x, splits[rank], name="again")
     assert type(handle) is not tuple
-    got, told = hvd.synchronize(handle)
+    got, counts = hvd.synchronize(handle)
     assert hvd.poll(handle)
     equal(np, got, want)
-    got, told = hvd.alltoall(mx.np.array(every[rank]), splits[rank])
-    assert type(got) is type(told) is mx.np.ndarray
+    got, counts = hvd.alltoall(mx.np.array(every[rank]), splits[rank])
+    assert type(got) is type(counts) is mx.np.ndarray
     # One rank takes everything, without any help from np_shape.
-    got, told = hvd.alltoall(mx.nd.ones((4, 2)), splits=[0, 4, 0])
+    got, counts = hvd.alltoall(mx.nd.ones((4, 2)), splits=[0, 4, 0])
     assert got.shape == ((12, 2) if rank == 1 else (0, 2))
-    assert told.asnumpy().tolist() == [4 if rank == 1 else 0] * 3
+    assert counts.asnumpy().tolist() == [4 if rank == 1 else 0] * 3
     assert got.asnumpy().sum() == got.size
 
 
@@ -161,9 +161,9 @@ def test_join_comes_after_everything_that_mxnet_was_given(hvd, mx, np):
         results.append(x.grad)
     if rank == 1:
         np.testing.assert_allclose(hvd.allgather(mx.nd.ones(2)).asnumpy(), [1.0, 1.0])
-        got, told = hvd.alltoall(mx.nd.ones(3), splits=[0, 2])
+        got, counts = hvd.alltoall(mx.nd.ones(3), splits=[0, 2])
         assert got.shape == (2,)
-        assert told.asnumpy().tolist() == [0, 2]
+        assert counts.asnumpy().tolist() == [0, 2]
         np.testing.assert_allclose(hvd.reducescatter(mx.nd.ones(4) * 4).asnumpy(), [2.0, 2.0])
         x = mx.nd.ones(4)
         x.attach_grad()

@@ -36,11 +36,11 @@ def kill_one(
         time.sleep(chance.random() * DELAY_MAX_S)  # where in a step is left to chance
         pool.signal(victim, signal.SIGKILL)
         for rank in survivors:
-            told = pool.answer(rank)
-            assert told["is_ours"], (seed, rank, told)
-            assert told["is_mxnets"], (seed, rank, told)
-            assert f"rank {victim}" in told["text"], (seed, rank, told)
-            assert told["wrong"] == [], (seed, rank, told)
+            answer = pool.answer(rank)
+            assert answer["is_ours"], (seed, rank, answer)
+            assert answer["is_mxnets"], (seed, rank, answer)
+            assert f"rank {victim}" in answer["text"], (seed, rank, answer)
+            assert answer["wrong"] == [], (seed, rank, answer)
 
 
 @pytest.mark.parametrize("kind", KINDS)

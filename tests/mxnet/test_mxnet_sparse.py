@@ -63,7 +63,7 @@ def test_what_is_sent_does_not_depend_on_the_height(hvd, mx, np):
         hvd.allreduce(rows(mx, np, [1, 5 + hvd.rank()], height=height))
         return hvd.counters()["shm_bytes"] - before
 
-    bytes_of(100)  # what is told once
+    bytes_of(100)  # what is sent once
     assert bytes_of(100) == bytes_of(10**7) > 0
 
 

@@ -258,14 +258,14 @@ def special_values(name: str) -> dict[str, int]:
             np.concatenate([term, np.repeat(grid, 9)[:: 1 - 2 * (r % 2)]]) for r, term in enumerate(terms)
         ]
         ops = ("Sum", "Min", "Max", "Product")
-        told = [f"special values {op} {dtype.name}" for op in ops]
+        labels = [f"special values {op} {dtype.name}" for op in ops]
 
-        def reduce_all(x: Any, told: Sequence[str] = told, ops: Sequence[str] = ops) -> list[Any]:
-            named = zip(told, ops, strict=True)
+        def reduce_all(x: Any, labels: Sequence[str] = labels, ops: Sequence[str] = ops) -> list[Any]:
+            named = zip(labels, ops, strict=True)
             return [hvd.allreduce(x, name=what, op=getattr(hvd, op)) for what, op in named]
 
         results = driver.call(reduce_all, driver.from_numpy(terms[hvd.rank()]))
-        for op, what, result in zip(ops, told, results, strict=True):
+        for op, what, result in zip(ops, labels, results, strict=True):
             actual, expected = driver.to_numpy(result), oracle.reduce(op, terms)
             is_nan = np.isnan(expected.astype(np.float64))
             assert np.array_equal(np.isnan(actual.astype(np.float64)), is_nan), f"{what}: NaN differs"
@@ -447,10 +447,12 @@ def numbers(name: str) -> dict[str, int]:
     rank, size = hvd.rank(), hvd.size()
     digests = {}
     for kind in (float, int, np.float64, np.float32, np.int64):
-        told = kind.__name__
         calls = {
-            f"sum of {told}": (lambda x: hvd.allreduce(x, name="number", op=hvd.Sum), size * (size + 1) // 2),
-            f"{told} of the last rank": (lambda x: hvd.broadcast(x, size - 1, name="number"), size),
+            f"sum of {kind.__name__}": (
+                lambda x: hvd.allreduce(x, name="number", op=hvd.Sum),
+                size * (size + 1) // 2,
+            ),
+            f"{kind.__name__} of the last rank": (lambda x: hvd.broadcast(x, size - 1, name="number"), size),
         }
         for what, (call, wanted) in calls.items():
             result = driver.to_numpy(call(kind(rank + 1)))

@@ -1,6 +1,6 @@
 """The gradients of the collectives: what each rank computes, and what NumPy says it should be.
 
-A rank's loss is the sum of its results, each element times a weight that no other has. Ranks are told
+A rank's loss is the sum of its results, each element times a weight that no other has. Ranks are given
 by their positions in the process set; some may have joined, before the collective or after it.
 """
 

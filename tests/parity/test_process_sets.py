@@ -1,4 +1,4 @@
-"""Every public verb in a process set: what members get, and what those outside are told.
+"""Every public verb in a process set: what members get, and what errors those outside get.
 
 Written from Horovod's documentation: members alone call the verb; ranks are those of the world, and results
 are in order of rank; whoever calls it from outside, or in a set that is not registered, gets a ValueError.

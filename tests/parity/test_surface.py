@@ -51,8 +51,8 @@ def describe_a_set(name: str) -> None:
     hvd = drivers.get(name).hvd
     last = hvd.add_process_set([hvd.size() - 1, 0])
     try:
-        told = f"ProcessSet(process_set_id={last.process_set_id}, ranks=[0, {hvd.size() - 1}], mpi_comm=None)"
-        assert str(last) == told
+        text = f"ProcessSet(process_set_id={last.process_set_id}, ranks=[0, {hvd.size() - 1}], mpi_comm=None)"
+        assert str(last) == text
         copy = pickle.loads(pickle.dumps(last))
         assert (copy.ranks, copy.process_set_id) == (last.ranks, None)
     finally:

@@ -31,8 +31,8 @@ def test_watches_end_in_any_order(ranks: Ranks) -> None:
 
 def test_a_watch_outlives_its_world_and_one_that_begins_then_says_the_same(ranks: Ranks) -> None:
     each = ranks.run(watch_attacks.begins_late)
-    assert [told[0] for told in each] == [(4, None)] * ranks.size
-    ended = {told[1] for told in each}
+    assert [places[0] for places in each] == [(4, None)] * ranks.size
+    ended = {places[1] for places in each}
     assert len(ended) == 1, ended
     ((steps, first),) = ended
     assert (steps, first[:4]) == (5, (4, "input", 0, ranks.size - 1))

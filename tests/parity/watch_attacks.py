@@ -133,13 +133,13 @@ def begins_late(name: str) -> list[tuple[int, Any]]:
     parity.load(net.model, from_=0)
     for step in range(2, 4):
         net.step(*batch_of([0], step))
-    told = [_told(watched)]
+    places = [_told(watched)]
     if is_new:
         net.step(*batch_of([5], 4))
     else:
         net.step(*batch_of([0], 4))
     watched.close()
-    return [*told, _told(watched)]
+    return [*places, _told(watched)]
 
 
 def shares(name: str) -> tuple[int, Any]:

@@ -292,9 +292,9 @@ def test_own_value_that_a_dead_process_left_makes_room_for_its_successor_s(path:
 
 def test_value_for_all_is_not_replaced_by_a_successor(path: Path) -> None:
     with join(path, 1) as first, join(path, 1) as successor:
-        first.put("a", 0, b"told")
+        first.put("a", 0, b"value")
         successor.put("a", 0, b"other", own=True)
-        assert successor.gather("a", 1, 5) == [b"told"]
+        assert successor.gather("a", 1, 5) == [b"value"]
 
 
 # Trouble

@@ -1,4 +1,4 @@
-"""Ways to a store that rank 0 serves: who else listens does not matter, and a wrong secret is told."""
+"""Ways to a store that rank 0 serves: other listeners do not matter, and a wrong secret is reported."""
 
 from __future__ import annotations
 

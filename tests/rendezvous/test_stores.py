@@ -244,11 +244,11 @@ def test_answer_to_an_earlier_gather_is_not_one_to_a_later(place: Place) -> None
 
 def test_only_its_writer_can_have_a_value_forgotten(place: Place) -> None:
     first, other = place.join(1), place.join(2)
-    first.put("a", 0, b"told")
-    assert other.gather("a", 1, 10) == [b"told"]
+    first.put("a", 0, b"value")
+    assert other.gather("a", 1, 10) == [b"value"]
     other.forget("a", 0)
     other.forget("no such", 0)
-    assert other.gather("a", 1, 10) == [b"told"]
+    assert other.gather("a", 1, 10) == [b"value"]
     first.close()
     later = place.join(1)
     later.forget("a", 0)

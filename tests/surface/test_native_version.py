@@ -12,7 +12,7 @@ from fork_servers import IMPORTS, ForkServers  # tests/harness, on the path by t
 
 HEADER = Path(__file__).resolve().parents[2] / "polyhvd/csrc/api/c_api.h"
 
-#: A world of one whose adapter's library tells another version, or none, as the first ones did.
+#: A world of one whose adapter's library has another version, or none, as the first ones did.
 MIXED = """
 import ctypes
 import polyhvd.{framework} as hvd
@@ -20,9 +20,9 @@ from polyhvd.errors import HorovodVersionMismatchError
 from polyhvd.{framework} import native
 
 class Old:
-    def __init__(self, told):
-        if told is not None:
-            self.polyhvd_{framework}_api_version = lambda: told
+    def __init__(self, version):
+        if version is not None:
+            self.polyhvd_{framework}_api_version = lambda: version
 
     def __getattr__(self, name):
         if name.endswith("_api_version"):
@@ -30,12 +30,13 @@ class Old:
         return getattr(library, name)
 
 library = native.{library}
-for told in (None, 6, 8):
-    native.{library} = Old(told)
+for version in (None, 6, 8):
+    native.{library} = Old(version)
     try:
         hvd.init()
     except HorovodVersionMismatchError as error:
-        assert f"version {{told or 0}} of polyhvd's C interface, and the core version 7" in str(error), error
+        expected = f"version {{version or 0}} of polyhvd's C interface, and the core version 7"
+        assert expected in str(error), error
         assert "reinstall polyhvd" in str(error), error
     else:
         raise AssertionError("nothing was raised")

@@ -1,4 +1,4 @@
-"""TensorFlowState on ranks: commits of variables, and what other ranks are told of them."""
+"""TensorFlowState on ranks: commits of variables, and what other ranks receive of them."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ def raised(call: Callable[[], Any]) -> BaseException:
 def expect(error: BaseException, in_graph: Any, expected: Any) -> None:
     """TensorFlow's class, and that of which :func:`as_polyhvd` says it is; both differ for no two errors."""
     assert type(error) is in_graph, repr(error)
-    told = as_polyhvd(error)
-    assert type(told) is expected, repr(told)
-    assert isinstance(told, in_graph)
-    assert told.__cause__ is error
-    assert "{{" not in str(told), str(told)
-    assert as_polyhvd(told) is told
+    translated = as_polyhvd(error)
+    assert type(translated) is expected, repr(translated)
+    assert isinstance(translated, in_graph)
+    assert translated.__cause__ is error
+    assert "{{" not in str(translated), str(translated)
+    assert as_polyhvd(translated) is translated
 
 
 def test_a_disagreement_is_told() -> None:

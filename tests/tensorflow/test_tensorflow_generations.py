@@ -82,10 +82,10 @@ def error_across_a_rewiring(gate: Gate, call: Callable[[], Any]) -> BaseExceptio
 
 def check_lost(error: BaseException) -> None:
     assert isinstance(error, tf.errors.AbortedError), repr(error)
-    told = as_polyhvd(error)
-    assert isinstance(told, hvd.PeerLostError), repr(told)
-    assert "which has ended" in str(told), told
-    assert "[[" not in str(told), told
+    translated = as_polyhvd(error)
+    assert isinstance(translated, hvd.PeerLostError), repr(translated)
+    assert "which has ended" in str(translated), translated
+    assert "[[" not in str(translated), translated
 
 
 def value() -> Any:

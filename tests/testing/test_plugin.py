@@ -157,7 +157,7 @@ def test_a_hang_ends_with_the_stack_of_every_rank_that_hangs(session: Callable[.
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "message"),
     [
         ("os._exit(0)", "the process ended: exit status 0"),
         ("os._exit(3)", "the process ended: exit status 3"),
@@ -166,7 +166,7 @@ def test_a_hang_ends_with_the_stack_of_every_rank_that_hangs(session: Callable[.
         ("os.kill(os.getpid(), signal.SIGSEGV)", "the process ended: SIGSEGV"),
     ],
 )
-def test_a_rank_that_ends_has_not_passed(session: Callable[..., Ran[str]], end: str, told: str) -> None:
+def test_a_rank_that_ends_has_not_passed(session: Callable[..., Ran[str]], end: str, message: str) -> None:
     done = session(
         f"""
         def test_ends():
@@ -178,7 +178,7 @@ def test_a_rank_that_ends_has_not_passed(session: Callable[..., Ran[str]], end: 
         """
     )
     assert "1 failed, 1 passed" in done.stdout, done.stdout
-    assert told in done.stdout
+    assert message in done.stdout
 
 
 def test_a_rank_that_has_died_is_told_before_those_that_missed_it(session: Callable[..., Ran[str]]) -> None:
@@ -371,7 +371,7 @@ def test_a_users_folder_of_tests_runs_on_ranks(session: Callable[..., Ran[str]],
             assert made == [rank]
             assert "HERE" not in os.environ
 
-        @pytest.mark.skipif("os.environ.get('POLYHVD_RANK')", reason="told on ranks")
+        @pytest.mark.skipif("os.environ.get('POLYHVD_RANK')", reason="not on ranks")
         def test_c():
             raise AssertionError
 
@@ -410,7 +410,7 @@ def test_a_users_folder_of_tests_runs_on_ranks(session: Callable[..., Ran[str]],
     )
     out = done.stdout
     assert "2 failed, 8 passed, 1 skipped" in out, out + done.stderr
-    assert "told on ranks" in out or "skipped" in out
+    assert "not on ranks" in out or "skipped" in out
     assert "fixture 'nothing' not found" in out
     assert "rank 0: KeyError: 'both'" in out
     assert [(tmp_path / f"finished{rank}").read_text() for rank in (0, 1)] == ["x", "x"]

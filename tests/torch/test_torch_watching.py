@@ -125,7 +125,7 @@ def test_a_step_whose_tensors_are_known_is_one_collective() -> None:
             step(model, optimizer, batch(rows, 12, number))
             counted.append(polyhvd.torch.counters()["operations"] - before)
     assert watched.first is None, watched
-    # Momentum is there from the first step on; a size is told when it comes up for the first time.
+    # Momentum is there from the first step on; a size is reported when it first occurs.
     assert counted == [3, 1, 1, 3, 1, 1, 1]
 
 

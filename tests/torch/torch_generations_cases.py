@@ -65,7 +65,7 @@ def handle_of_the_old_world_fails() -> None:
 
 
 class _Held(torch.autograd.Function):
-    """Holds backward up, until it is told to go on."""
+    """Holds backward up, until it is resumed."""
 
     entered, opened = threading.Event(), threading.Event()
 

@@ -301,7 +301,7 @@ def sparse_leftovers() -> None:
 def process_sets_in_a_ring(kind: str) -> None:
     """Each rank shares one layer with its left neighbour and another with its right one.
 
-    A rank that waited for its right neighbour before it has told its left one would wait for all of them.
+    A rank that waited for its right neighbour before it has sent to its left one would wait for all of them.
     """
     size, me = hvd.size(), hvd.rank()
     sets = [hvd.add_process_set([r, (r + 1) % size]) for r in range(size)]

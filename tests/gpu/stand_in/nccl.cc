@@ -423,7 +423,8 @@ EXPORTED int ncclMemFree(void* data) {
 
 // Communicators ---------------------------------------------------------------------------
 
-// Lives as long as the process, so that use after its end is told; where a leak checker sees it.
+// Lives as long as the process, so that use after its end is reported; where a leak checker sees
+// it.
 static Comm* made() {
   static std::mutex mutex;
   static auto& all = *new std::vector<std::unique_ptr<Comm>>;
