@@ -372,9 +372,10 @@ class Settings(_Table):
         "CHECK_DRIFT",
         _one_of(*_DRIFT),
         "warn",
-        "Whether optimizers and tapes compare the weights of their ranks in one of the first two steps, and "
-        "handlers and callbacks that average metrics at the end of each epoch: `warn`: one rank logs what "
-        "differs; `error`: every rank raises; `off`: no comparison. The same on every rank.",
+        "Whether optimizers and tapes compare the weights and hyperparameters of their ranks in one of the "
+        "first two steps, and handlers and callbacks that average metrics at the end of each epoch: `warn`: "
+        "one rank logs what differs; `error`: every rank raises; `off`: no comparison. The same on every "
+        "rank.",
     )
     cache_capacity: int = _row(
         "CACHE_CAPACITY", _count, 1024, "Maximum number of operations in the response cache."

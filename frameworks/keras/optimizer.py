@@ -14,7 +14,7 @@ from polyhvd.runtime import current
 from polyhvd.training import passes
 from polyhvd.training.drift import DriftCheck
 from polyhvd.training.keras.optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
-from polyhvd.training.keras.weights import DRIFT_REMEDY, path_of, values_of
+from polyhvd.training.keras.weights import DRIFT_REMEDY, hyperparameters_of, path_of, values_of
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import Exchange, GradientReducer, keras_layers
 
@@ -82,6 +82,7 @@ def _reduced(
     drift: DriftCheck,
     gradients: Sequence[Any],
     sources: Sequence[Any] | None,
+    optimizer: Any,
 ) -> list[Any]:
     """The reduced gradients, None where there was none; operations of torch.compile end before it.
 
@@ -92,7 +93,8 @@ def _reduced(
     if drift.is_due() and sources is not None:
         local = reducer.are_local(sources)
         if reducer.options.mapping is None:
-            drift.begin(reducer.prefix, values_of(sources, local))
+            values = hyperparameters_of(optimizer, sources, local)
+            drift.begin(reducer.prefix, values_of(sources, local), values)
         else:
             shared = [source for source, stays in zip(sources, local, strict=True) if not stays]
             drift.begin(reducer.prefix, reducer.mapped_values(map(path_of, shared), shared))
@@ -157,11 +159,11 @@ class _Distributed(Wrapped):
             return apply(parts)
         sources = None if variables is None else list(variables)
         if self._polyhvd_passes.number == 1:
-            return apply(_reduced(self._polyhvd, self._polyhvd_drift, parts, sources))
+            return apply(_reduced(self._polyhvd, self._polyhvd_drift, parts, sources, self))
         totals = self._polyhvd_passes.add(parts)
         if totals is None:
             return None
-        return apply(_reduced(self._polyhvd, self._polyhvd_drift, totals, sources))
+        return apply(_reduced(self._polyhvd, self._polyhvd_drift, totals, sources, self))
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Reduce, then let the optimizer clip and apply."""

@@ -12,7 +12,7 @@ from polyhvd.mxnet.kvstore import Horovod
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
 from polyhvd.mxnet.trainer import DistributedTrainer
-from polyhvd.mxnet.weights import DRIFT_REMEDY, values_of
+from polyhvd.mxnet.weights import DRIFT_REMEDY, hyperparameters_of, values_of
 
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.runtime import current
@@ -116,10 +116,16 @@ class MetricAverageHandler(TrainBegin, EpochEnd):  # type: ignore[misc]
         weights = trainer.shared_values() if is_ours else values_of(trainer._params)
         sharing = trainer.process_set if is_ours else self._process_set
         with as_mxnets():
-            found = compare_now("MetricAverageHandler.drift", sharing, weights, self._process_set)
+            values = (
+                trainer.shared_hyperparameters()
+                if is_ours
+                else hyperparameters_of(trainer._optimizer, ((each.name, None) for each in trainer._params))
+            )
+            found = compare_now("MetricAverageHandler.drift", sharing, weights, self._process_set, values)
             if found is not None and not self._has_reported:
                 self._has_reported = True
                 remedy = DRIFT_REMEDY if _is_distributed(trainer) else f"{_PLAIN}: {_DISTRIBUTE}"
+                remedy = found.remedy or remedy
                 text = f"MetricAverageHandler: at the end of an epoch {found.text}"
                 report(current.world(), text, remedy, is_reporter=found.is_reporter)
 

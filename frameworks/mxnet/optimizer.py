@@ -14,7 +14,7 @@ from polyhvd.mxnet import reads
 from polyhvd.mxnet.errors import as_mxnets
 from polyhvd.mxnet.passes import Sums, scale
 from polyhvd.mxnet.reducer import MxnetExchange
-from polyhvd.mxnet.weights import DRIFT_REMEDY
+from polyhvd.mxnet.weights import DRIFT_REMEDY, hyperparameters_of
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
@@ -153,6 +153,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
                 self._drift.compare(
                     self._reducer.prefix,
                     lambda: ((self._name(i), array.asnumpy()) for i, array in weights.items()),
+                    lambda: hyperparameters_of(self.wrapped, ((self._name(i), None) for i in weights)),
                 )
         else:
             self._weights.update(pairs)

@@ -17,7 +17,7 @@ from polyhvd.mxnet.errors import InvalidArgumentError, UnsupportedError, as_mxne
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.passes import Passes, fill
 from polyhvd.mxnet.reducer import MxnetExchange
-from polyhvd.mxnet.weights import DRIFT_REMEDY, values_of
+from polyhvd.mxnet.weights import DRIFT_REMEDY, hyperparameters_of, values_of
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.numbering import ObjectNumbers
@@ -25,7 +25,7 @@ from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import process_set_id
 from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
-from polyhvd.training.drift import DriftCheck
+from polyhvd.training.drift import DriftCheck, Hyperparameters
 from polyhvd.training.gradient_groups import KeyGroups, parameter_groups
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import GradientReducer
@@ -223,6 +223,14 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
             return iter(())
         return values_of(self._in_order, self._reducer.local)
 
+    def shared_hyperparameters(self) -> Hyperparameters:
+        """The hyperparameters of the optimizer; empty if the ranks share no parameter."""
+        names = (
+            None if parameter.grad_req == "null" or i in self._reducer.local else (parameter.name, None)
+            for i, parameter in enumerate(self._in_order)
+        )
+        return {} if self._is_mapped else hyperparameters_of(self._optimizer, names)
+
     def _mapped_values(self) -> Iterator[tuple[str, Any] | None]:
         shared = [
             parameter
@@ -235,7 +243,9 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         if self._reducer.takes_part():
             with as_mxnets():  # reads, which updates do not wait for
                 self._drift.compare(
-                    self._prefix, self._mapped_values if self._is_mapped else self.shared_values
+                    self._prefix,
+                    self._mapped_values if self._is_mapped else self.shared_values,
+                    self.shared_hyperparameters,
                 )
         with reads.updates:
             self._reduce()

@@ -16,8 +16,8 @@ from tensorflow.core.framework import attr_value_pb2
 
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.runtime import current
-from polyhvd.training.drift import DriftCheck
-from polyhvd.training.keras.weights import DRIFT_REMEDY, path_of
+from polyhvd.training.drift import DriftCheck, Hyperparameters
+from polyhvd.training.keras.weights import DRIFT_REMEDY, hyperparameters_of, path_of
 
 __all__ = ["DriftOp", "drift_of_tapes"]
 
@@ -52,8 +52,13 @@ class DriftOp:
         self._is_pending: Any = None  # a variable, once there is a graph
         _everyone.add(self)
 
-    def before(self, sources: Sequence[Any] | None) -> AbstractContextManager[Any]:
-        """Compare the variables that a step is about to change; reduce its gradients within."""
+    def before(self, sources: Sequence[Any] | None, optimizer: Any = None) -> AbstractContextManager[Any]:
+        """Compare the variables that a step is about to change; reduce its gradients within.
+
+        Args:
+            sources: the variables.
+            optimizer: whose hyperparameters are compared, too; None: there is none.
+        """
         if sources is None or not self._reducer.takes_part():
             return nullcontext()
         if current.world().settings.check_drift == "off":  # the graph needs no variable then
@@ -76,19 +81,26 @@ class DriftOp:
                 found[i] = name, value
             return found
 
-        def compare(*values: Any) -> bool:
-            self._check.compare(self._reducer.prefix, lambda: given(values))
+        def compare(rate: Any, *values: Any) -> bool:
+            def hyperparameters() -> Hyperparameters:
+                if optimizer is None:
+                    return {}
+                local = [i not in positions for i in range(len(sources))]
+                return hyperparameters_of(optimizer, sources, local, float(rate))
+
+            self._check.compare(self._reducer.prefix, lambda: given(values), hyperparameters)
             return not self._check.is_settled
 
         if tf.executing_eagerly():
             with as_tensorflow():
-                compare(*(tf.convert_to_tensor(source).numpy() for _, source in shared))
+                rate = _rate(optimizer).numpy()
+                compare(rate, *(tf.convert_to_tensor(source).numpy() for _, source in shared))
             return nullcontext()
         if not tf.compat.v1.executing_eagerly_outside_functions():
             return nullcontext()
 
         def compare_in_graph() -> tf.Tensor:
-            values = [tf.convert_to_tensor(source) for _, source in shared]
+            values = [_rate(optimizer), *(tf.convert_to_tensor(source) for _, source in shared)]
             is_pending = tf.ensure_shape(tf.numpy_function(compare, values, tf.bool), [])
             return only_effects([pending.assign(is_pending, read_value=False)])
 
@@ -112,6 +124,14 @@ class DriftOp:
         if self._is_pending is not None:
             with tf.init_scope():
                 self._is_pending.assign(True)
+
+
+def _rate(optimizer: Any) -> tf.Tensor:
+    """The learning rate; 0 if it cannot be read here."""
+    try:
+        return tf.cast(tf.convert_to_tensor(optimizer.learning_rate), tf.float64)
+    except (AttributeError, TypeError, ValueError):
+        return tf.zeros([], tf.float64)
 
 
 def _variable_of(source: Any) -> Any:

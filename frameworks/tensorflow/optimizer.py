@@ -61,13 +61,13 @@ class _Distributed(Wrapped):
             return apply(gradients)
         sources = None if variables is None else list(variables)
         if self.polyhvd_passes.number == 1:
-            with self._polyhvd_drift.before(sources):
+            with self._polyhvd_drift.before(sources, self):
                 reduced = self._polyhvd(gradients, sources)
             return apply(reduced)
         prefix = self._polyhvd.name_of_step()
 
         def complete(totals: list[Any]) -> Any:
-            with self._polyhvd_drift.before(sources):
+            with self._polyhvd_drift.before(sources, self):
                 reduced = self._polyhvd(totals, sources, prefix)
             return only_effects(apply(reduced))
 

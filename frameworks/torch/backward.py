@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from polyhvd.torch.reducer import TorchExchange
 from polyhvd.torch.registry import Registry
 from polyhvd.torch.rounds import EXPECTED, FROZEN, READY, REDUCED, Section
 from polyhvd.torch.sparse import check_sparse_op
-from polyhvd.torch.weights import DRIFT_REMEDY, values_of
+from polyhvd.torch.weights import DRIFT_REMEDY, UsedValues, values_of
 from polyhvd.torch.written import Leftovers, Submitted
 
 from polyhvd.collectives.adapter import ReduceOp
@@ -104,6 +104,9 @@ class Gradients(Section):
         self._sparse_as_dense = options.sparse_as_dense
         self.process_set = options.process_set
         self._drift = DriftCheck(_PREFIX, options.process_set, DRIFT_REMEDY)
+        #: Hyperparameters of the last step.
+        self._used = UsedValues()
+        self._values_due = False  # to be compared in the next round
         self._groups = [_Group(number, positions) for number, positions in enumerate(groups)]
         self._group_of = {position: group for group in self._groups for position in group.positions}
         self._passes: list[int] = []  # counted up to passes_per_step
@@ -261,6 +264,8 @@ class Gradients(Section):
         self._backward = self._entered = -1
         self.settled, self.rounds = False, 0
         self._generation = current.world().placement.generation
+        # Steps that the ranks of the last world have taken last need not be the same.
+        self._used, self.values_digest, self._values_due = UsedValues(), 0, False
 
     # Within backward ---------------------------------------------------------
 
@@ -461,7 +466,11 @@ class Gradients(Section):
         """See :class:`Section`. An absent gradient is zero."""
         if self._drift.is_due():
             names = [self._names.get(id(parameter), str(i)) for i, parameter in enumerate(self._parameters)]
-            self._drift.begin(self._prefix, values_of(names, self._parameters, self._local))
+            if self._values_due:
+                self._drift.begin(self._prefix, (), self._used.by_position(names, self._compared()))
+            else:
+                self._drift.begin(self._prefix, values_of(names, self._parameters, self._local))
+            self._values_due = False
         if states != self._reported:
             for position, state in enumerate(states):
                 if state >= READY and position not in self._started:
@@ -507,6 +516,23 @@ class Gradients(Section):
             "DistributedOptimizer() does that: register hooks of gradients before it is made, or change "
             "gradients when backward() has returned, which is when they are reduced"
         )
+
+    def note_values(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the hyperparameters with which a step is taken, to be compared in the next round."""
+        world = current.find()
+        if world is not None and world.settings.check_drift != "off":
+            self.values_digest = self._used.note(groups, self._local)
+
+    def compare_values(self) -> None:
+        """See :class:`Section`. Once in each world."""
+        self._values_due = self._used.keep() and self._drift.compare_again()
+
+    def _compared(self) -> set[int]:
+        return {
+            i
+            for i, parameter in enumerate(self._parameters)
+            if i not in self._local and parameter.requires_grad
+        }
 
     def drop(self) -> None:
         """See :class:`Section`."""

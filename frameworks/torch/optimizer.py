@@ -144,6 +144,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 kwargs["closure"] = reduced
         elif gradients.awaited_in_step:
             gradients.synchronize()
+        gradients.note_values(self.param_groups)
         try:
             return super().step(*args, **kwargs)
         finally:

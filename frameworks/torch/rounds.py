@@ -47,9 +47,9 @@ EXPECTED = 1  # may still get one before the step
 REDUCED = 2  # was reduced in an earlier round of this step
 READY = 3  # is being reduced; READY + n: as a sparse tensor of n sparse dimensions
 
-# Whether a section is here, whether it is not at its step, rounds since the last step, 255 minus these, and
-# a digest that identifies its parameters.
-_HEADER_BYTES = 8
+# Whether a section is here, whether it is not at its step, rounds since the last step, 255 minus these, a
+# digest that identifies its parameters, and one of the hyperparameters of its last step.
+_HEADER_BYTES = 12
 _GONE, _HERE, _AT_STEP = range(3)
 _ROUNDS_MAX = 255
 #: Sections that are gone on every rank keep their places until these take more than this.
@@ -60,6 +60,11 @@ def _doubled(digest: int) -> bytes:
     """Two bytes of a digest, and 255 minus each: the largest among ranks add up to 255 if all are equal."""
     first, second = digest.to_bytes(2, "little")
     return bytes((first, second, 255 - first, 255 - second)) if digest else bytes(4)
+
+
+def _differ(doubled: bytes | bytearray) -> bool:
+    """Return whether ranks have sent different digests; those that have sent none do not count."""
+    return any(doubled) and (doubled[0] + doubled[2], doubled[1] + doubled[3]) != (255, 255)
 
 
 def _any_ready(states: bytes | bytearray) -> bool:
@@ -82,6 +87,8 @@ class Section(abc.ABC):
         self.rounds = 0
         #: Identifies its parameters, if not 0; the same on every rank.
         self.digest = 0
+        #: Of the hyperparameters of its last step, if not 0.
+        self.values_digest = 0
         #: Why it takes part no more; the same on every rank.
         self.retired: str | None = None
 
@@ -100,6 +107,10 @@ class Section(abc.ABC):
     @abc.abstractmethod
     def finish(self) -> None:
         """Wait for all that was started. Raises the first error, after all are done."""
+
+    @abc.abstractmethod
+    def compare_values(self) -> None:
+        """In a later round, compare hyperparameters, which were not the same on all ranks in this one."""
 
     @abc.abstractmethod
     def drop(self) -> None:
@@ -243,7 +254,7 @@ class _Round:
                     rounds = min(section.rounds, _ROUNDS_MAX)
                     here = _AT_STEP if is_at_step else _HERE
                     states += bytes((here, not is_at_step, rounds, _ROUNDS_MAX - rounds))
-                    states += _doubled(section.digest) + reported
+                    states += _doubled(section.digest) + _doubled(section.values_digest) + reported
                     return
         states += bytes(_HEADER_BYTES + place.size)
 
@@ -295,8 +306,9 @@ class _Round:
                 part.section.finish()
             except Exception as error:
                 errors.append(error)
-            digests = states[part.begin + 4 :][:4]
-            if any(digests) and (digests[0] + digests[2], digests[1] + digests[3]) != (255, 255):
+            if _differ(states[part.begin + 8 :][:4]):
+                part.section.compare_values()
+            if _differ(states[part.begin + 4 :][:4]):
                 errors.append(
                     RankMismatchError(
                         "the parameters of an optimizer have other names on other ranks; make optimizers in "

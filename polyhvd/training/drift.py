@@ -1,4 +1,7 @@
-"""Reports weights that ranks train together and that differ between them, as after a forgotten broadcast."""
+"""Reports weights that ranks train together and that differ between them, as after a forgotten broadcast.
+
+Learning rates and other hyperparameters travel in the same operation, with their values.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,32 @@ from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 from polyhvd.training.mapping import WeightMapping
 
-__all__ = ["Drift", "DriftCheck", "Weights", "compare_now", "report"]
+__all__ = ["HYPERPARAMETERS", "Drift", "DriftCheck", "Hyperparameters", "Weights", "compare_now", "report"]
 
 #: Name and values of each weight, in the order of the optimizer; None where a weight is not compared.
 Weights = Iterable[tuple[str, NDArray[Any]] | None]
 
+#: Hyperparameters that are compared, as reports name them.
+HYPERPARAMETERS = (
+    "learning rate",
+    "momentum",
+    "weight decay",
+    "dampening",
+    "beta 1",
+    "beta 2",
+    "alpha",
+    "epsilon",
+)
+#: By position of the first weight that has them: its name, and values by name.
+Hyperparameters = Mapping[int, tuple[str, Mapping[str, float]]]
+
 _LOG = logging.getLogger("polyhvd")
 _RANKS_SHOWN = 8
+#: Two values that differ by less come from rounding, as of a schedule that hosts compute differently.
+_RELATIVE_MAX = 1e-6
+_VALUES_REMEDY = (
+    "set the same value on every rank: a schedule that follows a loss needs the average of all ranks' losses"
+)
 _MAPPING_REMEDY = "call mapping.broadcast(root_rank=0) before the first step"
 _PATIENCE_S = 10.0  # of a rank that leaves, for the other ranks' first step
 _lock = threading.Lock()  # of the next two
@@ -44,19 +66,21 @@ class Drift:
     Args:
         text: which weights, on which ranks.
         is_reporter: whether this rank is the one of them that logs it.
+        remedy: what to do; empty: broadcast weights.
     """
 
     text: str
     is_reporter: bool
+    remedy: str = ""
 
 
 class DriftCheck:
     """Compares the weights of one optimizer over its ranks, once in each world.
 
-    It is one allgather of 24 bytes per weight, at a step that every rank of the process set takes. A step
-    waits for it only with ``POLYHVD_CHECK_DRIFT=error``: otherwise a thread reports a later result,
-    and the rank does not leave before. A rank that has called ``join()`` begins no comparison, since it may
-    have missed the step of the others.
+    It is one allgather of 24 bytes per weight and hyperparameter, at a step that every rank of the process
+    set takes. A step waits for it only with ``POLYHVD_CHECK_DRIFT=error``: otherwise a thread reports a later
+    result, and the rank does not leave before. A rank that has called ``join()`` begins no comparison, since
+    it may have missed the step of the others.
 
     Args:
         call: the optimizer, as the report names it.
@@ -102,12 +126,20 @@ class DriftCheck:
             return False
         return self._steps_left == 0 and _is_compared(world, self._process_set)
 
-    def begin(self, name: str, weights: Weights) -> None:
+    def compare_again(self) -> bool:
+        """Let the next :meth:`is_due` be true; return whether weights can be compared in this world."""
+        if not self.is_settled or not _is_compared(current.world(), self._process_set):
+            return False
+        self._steps_left = 1
+        return True
+
+    def begin(self, name: str, weights: Weights, values: Hyperparameters | None = None) -> None:
         """Send fingerprints of the weights.
 
         Args:
             name: begins the name of the operation, unless there is a mapping.
             weights: of this rank.
+            values: hyperparameters of this rank; not with a mapping.
         """
         name = name if self._mapping is None else self._mapping.prefix
         world = self._process_set.world or current.world()
@@ -115,12 +147,18 @@ class DriftCheck:
             counter = _numbers.setdefault(world, Counter())
             number = counter[name]
             counter[name] += 1
-        self._begun = _Comparison(world, process_set_id(self._process_set), f"{name}.drift.{number}", weights)
+        full_name = f"{name}.drift.{number}"
+        self._begun = _Comparison(world, process_set_id(self._process_set), full_name, weights, values or {})
 
-    def compare(self, name: str, weights: Callable[[], Weights]) -> None:
+    def compare(
+        self,
+        name: str,
+        weights: Callable[[], Weights],
+        values: Callable[[], Hyperparameters] = dict,
+    ) -> None:
         """In the step at which it is due, :meth:`begin` and :meth:`finish`."""
         if self.is_due():
-            self.begin(name, weights())
+            self.begin(name, weights(), values() if self._mapping is None else {})
             self.finish()
 
     def finish(self) -> None:
@@ -144,17 +182,19 @@ class DriftCheck:
         found = begun.wait()
         if found is not None:
             text = f"{self._call}: {found.text}"
-            report(begun.world, text, self._remedy, is_reporter=found.is_reporter)
+            report(begun.world, text, found.remedy or self._remedy, is_reporter=found.is_reporter)
 
 
 class _Comparison:
     """An allgather of fingerprints that has begun."""
 
-    def __init__(self, world: World, number: int, name: str, weights: Weights) -> None:
+    def __init__(
+        self, world: World, number: int, name: str, weights: Weights, values: Hyperparameters
+    ) -> None:
         self.world = world
         self.raises = world.settings.check_drift == "error"
         self._ranks = world.engine.process_sets()[number]
-        self._names, rows = _fingerprints(world.placement.rank, weights)
+        self._names, rows = _fingerprints(world.placement.rank, weights, values)
         self._handle = world.engine.submit(OpKind.ALLGATHER, name, (rows,), None, process_set=number)
 
     def is_done(self) -> bool:
@@ -169,7 +209,13 @@ class _Comparison:
         return _drift(self._handle, self.world.placement.rank, self._ranks, self._names)
 
 
-def compare_now(name: str, sharing: ProcessSet, weights: Weights, among: ProcessSet) -> Drift | None:
+def compare_now(
+    name: str,
+    sharing: ProcessSet,
+    weights: Weights,
+    among: ProcessSet,
+    values: Hyperparameters | None = None,
+) -> Drift | None:
     """Compare weights where every rank of a process set comes in the same order, and wait for the result.
 
     Args:
@@ -177,6 +223,7 @@ def compare_now(name: str, sharing: ProcessSet, weights: Weights, among: Process
         sharing: the ranks that share the weights.
         weights: of this rank.
         among: the ranks that make the call.
+        values: hyperparameters of this rank.
 
     Returns:
         How they differ; None if they do not.
@@ -187,7 +234,7 @@ def compare_now(name: str, sharing: ProcessSet, weights: Weights, among: Process
     world, number = among.world or current.world(), process_set_id(among)
     if world.settings.check_drift == "off" or among.size() == 1:
         return None
-    names, rows = _fingerprints(world.placement.rank, weights)
+    names, rows = _fingerprints(world.placement.rank, weights, values or {})
     with world.line(name, number):
         handle = world.engine.submit(OpKind.ALLGATHER, name, (rows,), None, process_set=number, blocking=True)
         handle.wait()
@@ -233,40 +280,83 @@ def _is_compared(world: World, process_set: ProcessSet) -> bool:
     return is_known and process_set.size() > 1 and process_set.included()
 
 
-def _fingerprints(rank: int, weights: Weights) -> tuple[dict[int, str], NDArray[np.int64]]:
-    """Names by position, and rows of rank, position and fingerprint: ranks that have joined send no rows."""
+def _fingerprints(
+    rank: int, weights: Weights, values: Hyperparameters
+) -> tuple[dict[int, str], NDArray[np.int64]]:
+    """Names by position, and rows of rank, position and fingerprint: ranks that have joined send no rows.
+
+    Hyperparameters have negative positions, and their float64 in place of the fingerprint.
+    """
     names: dict[int, str] = {}
     rows: list[tuple[int, int, int]] = []
     for position, weight in enumerate(weights):
         if weight is not None:
-            names[position], values = weight
-            data: Any = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            names[position], array = weight
+            data: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             rows.append((rank, position, _core.crc32c(data)))
+    for first, (weight_name, by_name) in values.items():
+        for number, name in enumerate(HYPERPARAMETERS):
+            if name in by_name:
+                position = -1 - (first * len(HYPERPARAMETERS) + number)
+                names[position] = f"the {name} of {weight_name!r}"
+                rows.append((rank, position, int(np.float64(by_name[name]).view(np.int64))))
     return names, np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
 def _drift(handle: Any, own_rank: int, ranks: Sequence[int], names: Mapping[int, str]) -> Drift | None:
     """Which of the gathered fingerprints of some ranks differ; None if none do."""
     rows = np.frombuffer(memoryview(handle.buffers()[0]), dtype=np.int64).reshape(-1, 3)
-    found: dict[int, dict[int, int]] = {}
+    weights: dict[int, dict[int, int]] = {}
+    values: dict[int, dict[int, float]] = {}
     for rank, position, fingerprint in rows.tolist():
-        if rank in ranks:
-            found.setdefault(position, {})[rank] = fingerprint
-    different = sorted(position for position, by_rank in found.items() if len(set(by_rank.values())) > 1)
+        if rank not in ranks:
+            continue
+        if position < 0:
+            value = float(np.int64(fingerprint).view(np.float64))
+            values.setdefault(-position, {})[rank] = value
+        else:
+            weights.setdefault(position, {})[rank] = fingerprint
+    unequal = [position for position in sorted(values) if _are_unequal(values[position].values())]
+    if unequal:  # the cause of other weights
+        first = unequal[0]
+        name = names.get(-first, f"the {HYPERPARAMETERS[(first - 1) % len(HYPERPARAMETERS)]}")
+        text = f"{name} differs between ranks: {_by_value(values[first])}"
+        return Drift(text, is_reporter=own_rank == min(values[first]), remedy=_VALUES_REMEDY)
+    different = sorted(position for position, by_rank in weights.items() if len(set(by_rank.values())) > 1)
     if not different:
         return None
     first = different[0]
     text = (
-        f"{len(different)} of {len(found)} weights differ between ranks, the first is "
-        f"{names.get(first, f'number {first}')!r}: {_sides(found[first])}"
+        f"{len(different)} of {len(weights)} weights differ between ranks, the first is "
+        f"{names.get(first, f'number {first}')!r}: {_sides(weights[first])}"
     )
-    return Drift(text, is_reporter=own_rank == min(found[first]))
+    return Drift(text, is_reporter=own_rank == min(weights[first]))
+
+
+def _are_unequal(values: Iterable[float]) -> bool:
+    known = list(values)
+    least, most = min(known), max(known)
+    return most - least > _RELATIVE_MAX * max(abs(least), abs(most))
+
+
+def _by_value(by_rank: Mapping[int, float]) -> str:
+    """Values with their ranks, as in "0.1 on rank 0, 0.2 on ranks 1, 2"."""
+    ranks: dict[float, list[int]] = {}
+    for rank in sorted(by_rank):
+        ranks.setdefault(by_rank[rank], []).append(rank)
+    shown = [f"{value:.7g} on {_ranks(some)}" for value, some in list(ranks.items())[:_RANKS_SHOWN]]
+    more = f", and {len(ranks) - _RANKS_SHOWN} more values" if len(ranks) > _RANKS_SHOWN else ""
+    return ", ".join(shown) + more
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
 
 def _sides(by_rank: dict[int, int]) -> str:
     root = min(by_rank)
     others = [rank for rank, fingerprint in by_rank.items() if fingerprint != by_rank[root]]
-    shown = ", ".join(map(str, others[:_RANKS_SHOWN]))
-    more = f" and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
-    subject = f"rank {shown} has" if len(others) == 1 else f"ranks {shown}{more} have"
-    return f"{subject} other values than rank {root}"
+    verb = "has" if len(others) == 1 else "have"
+    return f"{_ranks(others)} {verb} other values than rank {root}"

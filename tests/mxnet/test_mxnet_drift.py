@@ -50,6 +50,38 @@ def test_one_report_names_the_first_weight_and_the_ranks(hvd, mx, np, kind):
     )
 
 
+@pytest.mark.parametrize("kind", ["trainer", "optimizer"])
+def test_learning_rates_that_differ_are_reported_with_their_values(hvd, mx, np, kind):
+    net = make_net(hvd, mx, seed=1)
+    options = {"learning_rate": 0.125 * (1 + hvd.rank()), "momentum": 0.9}
+    if kind == "trainer":
+        trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", options)
+    else:
+        optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(**options))
+        trainer = mx.gluon.Trainer(net.collect_params(), optimizer)
+    with drift_reports() as reports:
+        train(hvd, mx, np, net, trainer)
+    (report,) = everyones(hvd, reports)
+    assert f"Distributed{kind.capitalize()}: the learning rate of '{net.prefix}" in report
+    assert "' differs between ranks: " in report
+    assert "0.125 on rank 0, 0.25 on rank 1; set the same value on every rank" in report
+
+
+def test_schedules_and_rates_of_local_parameters_are_not_reported(hvd, mx, np):
+    net = make_net(hvd, mx, seed=1)
+    schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=0.1)
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"lr_scheduler": schedule})
+    local = hvd.DistributedTrainer(
+        net.collect_params(), "sgd", {"learning_rate": 0.1 + hvd.rank()}, prefix="local"
+    )
+    for parameter in net.collect_params().values():
+        local.register_local_var(parameter)
+    with drift_reports() as reports:
+        train(hvd, mx, np, net, trainer)
+        train(hvd, mx, np, net, local)
+    assert everyones(hvd, reports) == []
+
+
 @pytest.mark.parametrize("deferred", [True, False])
 def test_weights_that_were_broadcast_are_not_reported(hvd, mx, np, deferred):
     net = mx.gluon.nn.Dense(2) if deferred else make_net(hvd, mx)

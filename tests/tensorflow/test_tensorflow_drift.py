@@ -95,6 +95,29 @@ def test_a_train_step_of_the_users_own_may_have_a_plain_optimizer() -> None:
     assert reports_of_fit(model, *callbacks) == []
 
 
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graph"])
+def test_learning_rates_that_differ_are_reported_with_their_values(eager: bool) -> None:
+    model = make_model(1)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.125 * (1 + RANK)))
+    (report,) = reports_of_fit(compiled(model, optimizer, run_eagerly=eager))
+    assert f"{LABEL}the learning rate of '{model.weights[0].path}' differs" in report
+    assert "between ranks: 0.125 on rank 0, 0.25 on rank 1; set the same value on every rank" in report
+
+
+def test_a_schedule_is_not_reported_and_one_that_differs_later_is() -> None:
+    class Follow(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.model.optimizer.learning_rate = 0.125 / (1 + epoch * RANK)
+
+    average = hvd.callbacks.MetricAverageCallback
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(schedule))
+    assert reports_of_fit(compiled(make_model(1), optimizer), average()) == []
+    (report,) = reports_of_fit(compiled(make_model(1)), Follow(), average())
+    assert "MetricAverageCallback: at the end of epoch 2 the learning rate of" in report
+    assert "0.125 on rank 0, 0.0625 on rank 1; set the same" in report
+
+
 def test_two_optimizers_of_one_graph_report_their_weights() -> None:
     variables = [tf.Variable([float(RANK)], name=name) for name in "ab"]
     optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in variables]

@@ -103,6 +103,66 @@ def test_weights_are_compared_in_the_first_step_only() -> None:
     assert counts == [6, 5, 5]  # a round and four gradients
 
 
+def reports_of_schedule(rate_of: Any, steps: int = 6, *, between: bool = False, **options: Any) -> list[str]:
+    """Those of all ranks, if ``rate_of`` a step is set before it, or between backward() and step()."""
+    torch.manual_seed(1)
+    module = model()
+    optimizer = sgd(module, **options)
+    with drift_reports() as reports:
+        for step in range(steps):
+            optimizer.zero_grad()
+            if not between:
+                optimizer.param_groups[0]["lr"] = rate_of(step)
+            if not between or hvd.rank() != step % 3:
+                module(torch.ones(4, 5)).sum().backward()
+            if between:
+                optimizer.param_groups[0]["lr"] = rate_of(step)
+            optimizer.step()
+    return [report for some in hvd.allgather_object(reports) for report in some]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_learning_rates_that_differ_are_reported_once_with_their_values(first: int) -> None:
+    (report,) = reports_of_schedule(lambda step: 0.1 if step < first or hvd.rank() == 0 else 0.025)
+    assert "DistributedOptimizer: the learning rate of '0.weight' differs" in report
+    assert "between ranks: 0.1 on rank 0, 0.025 on ranks 1, 2; set the same value on every rank" in report
+
+
+def test_a_rate_that_is_set_between_backward_and_step_is_not_reported() -> None:
+    assert reports_of_schedule(lambda step: 0.1 / (1 + step), between=True) == []
+
+
+def test_rates_that_hosts_round_differently_are_not_reported() -> None:
+    assert reports_of_schedule(lambda step: (0.1 / (1 + step)) * (1 + 1e-15 * hvd.rank())) == []
+
+
+def test_rates_of_other_process_sets_and_of_local_parameters_are_not_reported() -> None:
+    pair = hvd.add_process_set([0, 2])
+    assert reports_of_schedule(lambda _: 0.1 * (1 + hvd.rank() % 2), process_set=pair) == []
+    module = model()
+    plain = torch.optim.SGD(module[0].parameters(), 0.1)
+    plain.add_param_group({"params": list(module[2].parameters()), "lr": 0.1 * (1 + hvd.rank())})
+    optimizer = hvd.DistributedOptimizer(plain, module.named_parameters())
+    for parameter in module[2].parameters():
+        optimizer.register_local_var(parameter)
+    hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+    with drift_reports() as reports:
+        train(module, optimizer, steps=4)
+    assert hvd.allgather_object(reports) == [[], [], []]
+    optimizer.param_groups[0]["weight_decay"] = 0.01 * hvd.rank()
+    with drift_reports() as reports:
+        train(module, optimizer, steps=4)
+    (report,) = [report for some in hvd.allgather_object(reports) for report in some]
+    assert "the weight decay of '0.weight'" in report
+    assert "0 on rank 0, 0.01 on rank 1, 0.02 on rank 2" in report
+
+
+@pytest.mark.ranks(3, framework="torch", env={"POLYHVD_CHECK_DRIFT": "error"})
+def test_learning_rates_that_differ_are_an_error_on_every_rank() -> None:
+    with raises(RankMismatchError, "the learning rate of '0.weight'", "0.1 on ranks 0, 1, 0.2 on rank 2"):
+        reports_of_schedule(lambda _: 0.2 if hvd.rank() == 2 else 0.1)
+
+
 @pytest.mark.ranks(3, framework="torch", env={"POLYHVD_CHECK_DRIFT": "error"})
 @pytest.mark.parametrize("op", ["Average", "Adasum"])
 def test_an_error_is_raised_on_every_rank_before_the_step(op: str) -> None:

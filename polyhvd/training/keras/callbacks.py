@@ -13,7 +13,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training.drift import compare_now, report
 from polyhvd.training.keras.optimizers import is_distributed
-from polyhvd.training.keras.weights import DRIFT_REMEDY, values_of
+from polyhvd.training.keras.weights import DRIFT_REMEDY, hyperparameters_of, values_of
 from polyhvd.training.metrics_log import MetricsLog
 from polyhvd.training.naming import gather_by_name
 
@@ -210,11 +210,13 @@ class MetricAverage(abc.ABC):
         elif not _trains_apart(self.model):
             local = [True] * len(variables)
         weights = values_of(variables, local)
-        found = compare_now("MetricAverageCallback.drift", sharing, weights, global_process_set)
+        values = hyperparameters_of(self.model.optimizer, variables, local)
+        found = compare_now("MetricAverageCallback.drift", sharing, weights, global_process_set, values)
         if found is not None and not self._has_reported:
             self._has_reported = True
             text = f"MetricAverageCallback: at the end of epoch {epoch + 1} {found.text}"
             remedy = f"{_PLAIN}: {_DISTRIBUTE}" if reducer is None else DRIFT_REMEDY
+            remedy = found.remedy or remedy
             report(current.world(), text, remedy, is_reporter=found.is_reporter)
 
     @abc.abstractmethod

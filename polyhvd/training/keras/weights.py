@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd.errors import InvalidArgumentError, UnsupportedError
+from polyhvd.training.drift import Hyperparameters
 from polyhvd.training.interception import Stepping, intercept
 from polyhvd.training.keras.layouts import Rows, built_shape, layout_of, places_of, unfollowed
 from polyhvd.training.keras.orders import Order, Orders, Shape, is_a
@@ -23,6 +25,7 @@ __all__ = [
     "check_model",
     "check_optimizer",
     "example_inputs",
+    "hyperparameters_of",
     "on_evaluation",
     "on_input",
     "on_output",
@@ -55,6 +58,16 @@ _ROLES = {
     "moving_mean": "mean",
     "moving_variance": "variance",
     "embeddings": "table",
+}
+
+#: Attributes of optimizers that are plain numbers, and what reports call them.
+_NUMBERS = {
+    "momentum": "momentum",
+    "weight_decay": "weight decay",
+    "rho": "alpha",
+    "beta_1": "beta 1",
+    "beta_2": "beta 2",
+    "epsilon": "epsilon",
 }
 
 
@@ -385,6 +398,33 @@ def batch_norm_of(layer: Any) -> tuple[float, bool] | None:
     if not is_a(layer, "BatchNormalization") or not hasattr(layer, "moving_variance"):
         return None
     return float(layer.momentum), False
+
+
+def hyperparameters_of(
+    optimizer: Any, variables: Sequence[Any], local: Sequence[bool], rate: float | None = None
+) -> Hyperparameters:
+    """The hyperparameters with which ranks train variables together; empty if they share none.
+
+    Args:
+        optimizer: of Keras.
+        variables: that it trains.
+        local: which of them each rank keeps for itself.
+        rate: the learning rate; None: as it is now.
+    """
+    if all(local):
+        return {}
+    first = list(local).index(False)
+    values = {}
+    for attribute, name in _NUMBERS.items():
+        value = getattr(optimizer, attribute, None)
+        if isinstance(value, (float, int)) and not isinstance(value, bool):
+            values[name] = float(value)
+    if rate is None:
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # a rate that cannot be read here
+            rate = rate_of(optimizer)
+    if rate is not None:
+        values["learning rate"] = rate
+    return {first: (path_of(variables[first]), values)}
 
 
 def values_of(variables: Sequence[Any], local: Sequence[bool]) -> Iterator[tuple[str, Any] | None]:
