@@ -31,8 +31,14 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
 
-def configure(settings: Settings, rank: int) -> None:
-    """Give the logger its level and form; only LOG_LEVEL overrides a level that the program has set."""
+def configure(settings: Settings, rank: int, generation: int = 0) -> None:
+    """Give the logger its level and form; only LOG_LEVEL overrides a level that the program has set.
+
+    Args:
+        settings: of this process.
+        rank: its rank.
+        generation: of its world in an elastic job; 0: of none.
+    """
     logging.addLevelName(_TRACE, "TRACE")
     if _LOG.level == logging.NOTSET or settings.log_level != Settings.log_level:
         _LOG.setLevel(_LEVELS[settings.log_level])
@@ -41,7 +47,8 @@ def configure(settings: Settings, rank: int) -> None:
     if not _LOG.handlers:
         handler = _Stderr()
         time = "" if settings.log_hide_time else "%(asctime)s "
-        handler.setFormatter(logging.Formatter(f"{time}polyhvd rank {rank} %(levelname)s: %(message)s"))
+        place = f"rank {rank} generation {generation}" if generation else f"rank {rank}"
+        handler.setFormatter(logging.Formatter(f"{time}polyhvd {place} %(levelname)s: %(message)s"))
         _LOG.addHandler(handler)
 
 

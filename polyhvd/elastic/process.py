@@ -268,7 +268,7 @@ class Process:
             self.leave()
             placement, store = self.join(self._settings)
             with store or nullcontext():
-                log.configure(self._settings, placement.rank)
+                log.configure(self._settings, placement.rank, placement.generation)
                 self.enter(self._settings, placement, store, self.settle([], [])[0])
 
     def progress(self) -> None:

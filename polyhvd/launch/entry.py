@@ -144,7 +144,7 @@ def _enter(entry: _Entry, sets: list[ProcessSet]) -> None:
     with met.store or nullcontext():
         if entry.may_be_mistaken and placement.size == 1:
             _check_single_rank(met_by_mpi=job is not None)
-        log.configure(entry.settings, placement.rank)
+        log.configure(entry.settings, placement.rank, placement.generation if entry.is_elastic else 0)
         if is_first and placement.rank == 0:
             log.report_unknown()
         for item in sets:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,9 @@ from polyhvd.config import Launched
 from polyhvd.launch.elastic.driver import Driver
 from polyhvd.launch.elastic.function_job import DRIVER_TIMEOUT_S, Failure, FunctionJob
 from polyhvd.launch.hosts.lists import Host
+from polyhvd.ray.meeting import check_versions
 from polyhvd.ray.ray_logger import LOGGED
+from polyhvd.ray.raylet import kill
 from polyhvd.ray.room import ANY, Demand, Held, Room
 from polyhvd.ray.worker import ElasticWorker, Outcome
 from polyhvd.runtime.placement import Placement
@@ -153,9 +154,8 @@ class ElasticJob(FunctionJob):
 
     def kill_member(self, member: int) -> None:
         """Kill its actor."""
-        if (found := self._processes.get(member)) is not None and ray.is_initialized():
-            with contextlib.suppress(ValueError):  # of a connection that has ended
-                ray.kill(found.actor)
+        if (found := self._processes.get(member)) is not None:
+            kill([found.actor])
 
     # The loop
 
@@ -204,6 +204,10 @@ class ElasticJob(FunctionJob):
         if not has_ended:
             if error is None and member in self._processes:
                 self._processes[member].start_by = float("inf")
+                try:
+                    check_versions({"its actor": (self.places[member], future.result())})
+                except RuntimeError as other:
+                    self._end(driver, member, 1, reason=f"was not started: {other}")
         elif isinstance(error, RayTaskError):  # what Ray itself does with calls has failed
             self._end(driver, member, 1, failure=Failure(str(error)))
         elif isinstance(error, RaySystemError):  # of loading; another process would have the same result

@@ -19,6 +19,7 @@ from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.elastic.discovery import HostDiscovery
 from polyhvd.ray.elastic import ElasticParams, Jobs, put
 from polyhvd.ray.meeting import by_node, join, locate
+from polyhvd.ray.raylet import kill
 from polyhvd.ray.room import RayHostDiscovery
 from polyhvd.ray.worker import Call, ExitedError, PolyhvdWorker, call_with_object
 
@@ -543,11 +544,8 @@ class RayExecutor:
             self._stops |= stops
             if workers or group is not None:
                 self._ended = why
-        for worker in workers if ray.is_initialized() else ():
-            with contextlib.suppress(ValueError):  # of a connection that has ended
-                ray.kill(worker)
-        if group is not None:
-            group()
+        if workers or group is not None:
+            kill(workers, group)
 
 
 def _remove(group: Any) -> None:

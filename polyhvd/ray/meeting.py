@@ -12,15 +12,17 @@ from typing import Any, Protocol
 
 import ray
 
+from polyhvd import __version__
 from polyhvd.launch.entry import last_generation
 from polyhvd.launch.init import is_initialized
 from polyhvd.launch.providers.precedence import RAY
 from polyhvd.launch.providers.ray import Assignment
 from polyhvd.ray import metrics
+from polyhvd.ray.raylet import end_with_raylet
 from polyhvd.rendezvous.auth import new_secret
 from polyhvd.runtime.placement import by_host, placements, visible_gpus
 
-__all__ = ["Location", "Submit", "by_node", "join", "locate", "rendezvous"]
+__all__ = ["Location", "Submit", "by_node", "check_versions", "join", "locate", "rendezvous"]
 
 
 class Submit(Protocol):
@@ -38,6 +40,7 @@ class Location:
         node: Ray's id of the node. Nodes of a test cluster share one address.
         address: of the node.
         gpus: ids of the GPUs that Ray has assigned to the process.
+        version: of polyhvd.
         generation: of the last world that the process was in.
         is_initialized: whether it is in one now.
     """
@@ -45,6 +48,7 @@ class Location:
     node: str
     address: str
     gpus: tuple[str, ...]
+    version: str
     generation: int
     is_initialized: bool
 
@@ -65,7 +69,8 @@ def rendezvous(actors: Sequence[Any], *, timeout_s: float = 30.0) -> list[Any]:
 
     Raises:
         ValueError: there are no actors, or one is given twice.
-        RuntimeError: an actor is in a world; call ``hvd.shutdown()`` in it first.
+        RuntimeError: an actor is in a world; call ``hvd.shutdown()`` in it first. Or it has another version
+            of polyhvd than this process.
         TimeoutError: actors have not answered in time: they are not running, or busy.
         RayActorError: an actor is dead.
 
@@ -99,7 +104,22 @@ def locate(submit: Submit, count: int, deadline: float) -> list[Location]:
     busy = [number for number, location in enumerate(found) if location.is_initialized]
     if busy:
         raise RuntimeError(f"actors {busy} are in a world already; call hvd.shutdown() in each of them first")
+    check_versions({f"actor {number}": (at.node, at.version) for number, at in enumerate(found)})
     return found
+
+
+def check_versions(versions: Mapping[str, tuple[str, str]]) -> None:
+    """Raise RuntimeError if a process of Ray has another version of polyhvd than this one.
+
+    Args:
+        versions: of each process, after its node; by what messages call the process.
+    """
+    for process, (node, version) in versions.items():
+        if version != __version__:
+            raise RuntimeError(
+                f"{process} on node {node} has polyhvd {version}, and this process {__version__}; install "
+                "one version on all nodes"
+            )
 
 
 def join(
@@ -170,6 +190,7 @@ def _here() -> Location:
         node=context.get_node_id(),
         address=ray.util.get_node_ip_address(),
         gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
+        version=__version__,
         generation=last_generation(),
         is_initialized=is_initialized(),
     )
@@ -183,4 +204,5 @@ def _serve(secret: str, address: str, variables: Mapping[str, str]) -> str:
 def _join(assignment: Assignment, variables: dict[str, str]) -> None:
     RAY.set_variables(variables)
     RAY.give(assignment)
+    end_with_raylet()
     metrics.publish()

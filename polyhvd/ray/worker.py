@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import traceback
@@ -12,12 +13,14 @@ from typing import Any
 import ray
 import ray.cloudpickle
 
+from polyhvd import __version__
 from polyhvd.config import Launched
 from polyhvd.elastic import process
 from polyhvd.launch.init import leave_after, shutdown
 from polyhvd.launch.providers.elastic import MemberProvider
 from polyhvd.launch.providers.precedence import RAY
 from polyhvd.ray import metrics
+from polyhvd.ray.raylet import end_with_raylet
 
 __all__ = [
     "BaseHorovodWorker",
@@ -124,6 +127,10 @@ class PolyhvdWorker(BaseHorovodWorker):
         """Leave the world in good order."""
         shutdown()
 
+    def end(self) -> None:
+        """End the process."""
+        os._exit(0)
+
 
 # Elastic jobs -----------------------------------------------------------------
 
@@ -154,8 +161,13 @@ class Outcome:
 class ElasticWorker:
     """Is one process of an elastic job: runs its function once, in world after world."""
 
-    def ready(self) -> None:
-        """Return when Ray has started the actor."""
+    def ready(self) -> str:
+        """Return the version of polyhvd, when Ray has started the actor."""
+        return __version__
+
+    def end(self) -> None:
+        """End the process."""
+        os._exit(0)
 
     def work(self, launched: Launched, node_gpus: int, variables: Mapping[str, str], call: Call) -> Outcome:
         """Call the job's function.
@@ -173,6 +185,7 @@ class ElasticWorker:
         signal.signal(
             signal.SIGTERM, signal.SIG_DFL
         )  # Ray's handler exits; init() sets one that gives notice
+        end_with_raylet()
         metrics.publish()
         number = launched.member or 0
         function, args, kwargs = call

@@ -181,6 +181,7 @@ TRACEBACK = [
     b"polyhvd.errors.PeerLostError: allreduce 'x': rank 1 was lost",
 ]
 LOGGED = b"2026-11-26 23:15:57,049 polyhvd rank 0 WARNING: rank 0: the last operations are in /tmp/x.json"
+ELASTIC = b"polyhvd rank 0 generation 3 WARNING: rank 0: the last operations are in /tmp/x.json"
 
 
 def reason_of(tail: list[bytes], suffered: tuple[bytes, ...] = ()) -> str:
@@ -191,7 +192,9 @@ def reason_of(tail: list[bytes], suffered: tuple[bytes, ...] = ()) -> str:
 
 
 @pytest.mark.parametrize("at", range(5))
-@pytest.mark.parametrize("logged", [LOGGED, LOGGED[24:], b"WARNING:polyhvd:rank 0: the last operations"])
+@pytest.mark.parametrize(
+    "logged", [LOGGED, LOGGED[24:], ELASTIC, b"WARNING:polyhvd:rank 0: the last operations"]
+)
 def test_a_line_of_the_log_within_a_traceback_is_not_the_reason(at: int, logged: bytes) -> None:
     assert reason_of([*TRACEBACK[:at], logged, *TRACEBACK[at:]]) == TRACEBACK[-1].decode()
 

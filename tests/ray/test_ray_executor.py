@@ -23,7 +23,8 @@ from ranks_alive import is_running, wait_until
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from polyhvd.ray import RayExecutor
+import polyhvd.ray
+from polyhvd.ray import BaseHorovodWorker, RayExecutor
 
 for module in (__name__, wait_until.__module__):
     ray.cloudpickle.register_pickle_by_value(sys.modules[module])
@@ -429,3 +430,60 @@ def test_ranks_end_when_their_driver_is_killed_or_interrupted(
                 assert "the last call was interrupted" in driver.stdout.readline()
         finally:
             driver.kill()
+
+
+@pytest.mark.nightly  # Ray takes long to mark the node as dead
+def test_a_busy_rank_ends_with_its_raylet_even_if_that_stays_a_zombie(ray_cluster: Any) -> None:
+    node = ray_cluster.add_node(num_cpus=1, resources={"lost": 1})
+    actor = ray.remote(BaseHorovodWorker).options(resources={"lost": 1}).remote()
+    try:
+        (actor,) = polyhvd.ray.rendezvous([actor], timeout_s=BUSY_S)
+        process = ray.get(actor.execute.remote(lambda _: os.getpid()))
+        actor.execute.remote(lambda _: time.sleep(600))
+        (raylet,) = [info.process.pid for info in node.all_processes["raylet"]]
+        os.kill(raylet, signal.SIGKILL)
+        wait_until(lambda: not is_running(process), "the rank ends", END_S)
+        assert Path(f"/proc/{raylet}").exists(), "nothing has waited for it"
+    finally:
+        ray_cluster.remove_node(node, allow_graceful=False)
+        wait_until(lambda: sum(item["Alive"] for item in ray.nodes()) == 2, "the node is dead", BUSY_S)
+
+
+ELSEWHERE = """
+import sys, ray
+from polyhvd.ray import ElasticRayExecutor, RayExecutor
+
+ray.init(address=sys.argv[1], log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": sys.argv[2]}})
+for executor in (
+    RayExecutor(num_workers=1),
+    ElasticRayExecutor(ElasticRayExecutor.create_settings(1, 1, timeout_s=60)),
+):
+    try:
+        executor.start()
+        executor.run(lambda: 1)
+    except Exception as error:
+        print(type(error).__name__, *str(error).split(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "reason"),
+    [
+        ("sitecustomize.py", "import polyhvd; polyhvd.__version__ = '0.0.9'", "has polyhvd 0.0.9, and this"),
+        ("polyhvd/__init__.py", "raise ImportError('not this one')", "not this one"),
+    ],
+    ids=["another version", "none"],
+)
+def test_a_node_with_another_polyhvd_or_without_it_is_an_error(
+    name: str, source: str, reason: str, cluster: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(source)
+    words = [sys.executable, "-c", ELSEWHERE, cluster, str(tmp_path)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=2 * BUSY_S)
+    fixed, elastic = done.stdout.splitlines()
+    assert reason in fixed
+    assert elastic.startswith("RuntimeError process 0 on ")
+    assert "was not started: " in elastic
+    assert reason in elastic

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import polyhvd.numpy as hvd
 import pytest
 import ray
 import ray.cloudpickle
+from ranks_alive import wait_until
 
 from polyhvd.ray import ElasticRayExecutor, RayExecutor
 
@@ -30,6 +33,7 @@ def test_each_rank_sets_its_gauges() -> None:
         for _ in range(5):
             hvd.allreduce(np.ones(1000), name="ones")
         metrics.export()
+        logging.getLogger("polyhvd").warning("has worked")
         exports = any(thread.name == "polyhvd-ray-metrics" for thread in threading.enumerate())
         return exports, metrics.read()
 
@@ -45,6 +49,13 @@ def test_each_rank_sets_its_gauges() -> None:
         assert values["polyhvd_ranks"] == 2
         assert values["polyhvd_operations_total"] >= 5
         assert values["polyhvd_moved_bytes_total"] > 0
+        wait_for_line(f"polyhvd rank {number} WARNING: has worked")
+
+
+def wait_for_line(text: str) -> None:
+    """Wait until a rank's log, which Ray's dashboard and drivers show, has a line with this."""
+    logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+    wait_until(lambda: any(text in path.read_text() for path in logs.glob("worker-*.err")), text, BUSY_S)
 
 
 def steps() -> Any:
@@ -62,6 +73,7 @@ def steps() -> Any:
             state.commit()
 
     loop(state)
+    logging.getLogger("polyhvd").warning("has made its steps")
     return read()
 
 
@@ -73,6 +85,7 @@ def test_an_elastic_rank_reads_its_step_time_and_recoveries() -> None:
         assert values["polyhvd_world_changes_total"] == 0
         assert values["polyhvd_step_seconds"] >= 0.03
         assert values["polyhvd_wait_seconds_total"] >= 0
+        wait_for_line(f"polyhvd rank {rank} generation 1 WARNING: has made its steps")
 
 
 def doctor(address: str) -> subprocess.CompletedProcess[str]:

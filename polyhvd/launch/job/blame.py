@@ -32,7 +32,8 @@ _TRACEBACK = b"Traceback (most recent call last)"
 _LINE = re.compile(rb"\S.*:\d+: (polyhvd\.(config|errors)\.)?\w+Error: ")
 #: What polyhvd logs, errors apart (see polyhvd/log.py): by a thread, also in the midst of a traceback's line.
 _LOGGED = re.compile(
-    rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} )?polyhvd rank \d+ (TRACE|DEBUG|INFO|WARNING): [^\n]*(\n|$)"
+    rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} )?polyhvd rank \d+ (generation \d+ )?"
+    rb"(TRACE|DEBUG|INFO|WARNING): [^\n]*(\n|$)"
 )
 #: The line of an exception, among others that are not indented.
 _EXCEPTION = re.compile(rb"(\w+\.)*[A-Z_]\w*[a-z]\w*(: |$)")
