@@ -26,6 +26,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from polyhvd.data import ArrayLoader
+from polyhvd.installed import is_installed
 from polyhvd.launch.providers.elastic import visible_gpus
 from polyhvd.ray import ElasticParams, ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
 from polyhvd.ray.worker import gpus_of_node
@@ -37,6 +38,8 @@ import dying
 for module in (sys.modules[__name__], sys.modules[wait_until.__module__], dying):
     ray.cloudpickle.register_pickle_by_value(module)
 
+#: Those of the suite, which tools/matrix.py names; only ranks see them.
+PACKAGES = os.environ.get("SUITE_PACKAGES", "")
 ROWS, EPOCHS, BATCH = 48, 2, 4
 END_S = 5.0
 BUSY_S = 60.0  # for what takes a second on an idle machine
@@ -50,6 +53,7 @@ class Found(NamedTuple):
     size: int
     seen: list[float]  # how often each row has been in a step
     weights: list[float]
+    momentum: list[float] = []  # noqa: RUF012 - no rank has changed it
 
 
 def executor(least: int, most: int | None = None, **options: Any) -> ElasticRayExecutor:
@@ -78,32 +82,158 @@ def started(folder: Path) -> list[int]:
     return [int(path.name.partition("-")[2]) for path in sorted(folder.glob("[0-9]*-*"))]
 
 
-def train(folder: Path, lost: Sequence[int] = (), at: int = 3, dies_early: bool = False) -> Found:
+class NumPyModel:
+    """Counts rows in ``seen`` and sums them up in ``weights``, exactly; ``momentum`` depends on the steps."""
+
+    def __init__(self) -> None:
+        hvd.init()
+        self.hvd: Any = hvd
+        self.state: Any = hvd.elastic.ArrayState(
+            seen=np.zeros(ROWS), weights=np.zeros(3), momentum=np.zeros(3), steps=0
+        )
+
+    def step(self, rows: Any) -> None:
+        """Add a batch."""
+        state, seen = self.state, np.zeros(ROWS)
+        seen[rows.astype(int)] = 1.0
+        state.seen += hvd.allreduce(seen, op=hvd.Sum, name="seen")
+        total = hvd.allreduce(np.full(3, float(rows.sum())), op=hvd.Sum, name="weights")
+        state.weights += total
+        state.momentum = 0.9 * state.momentum + total
+
+    def found(self) -> list[list[float]]:
+        """The three arrays."""
+        return [array.tolist() for array in (self.state.seen, self.state.weights, self.state.momentum)]
+
+
+class TorchModel:
+    """Does the same by the gradients of two weights, of which the last has a momentum, too."""
+
+    def __init__(self) -> None:
+        sys.path.append(PACKAGES)
+        import polyhvd.torch as hvd
+        import torch
+
+        hvd.init()
+        self.hvd: Any = hvd
+        self.names = names = ("seen", "weights", "moving")
+        self.model = torch.nn.ParameterDict(
+            {name: torch.zeros(ROWS if name == "seen" else 3, dtype=torch.float64) for name in names}
+        )
+        groups = [
+            {"params": [self.model[name]], "momentum": 0.9 * (name == "moving"), "lr": 1.0} for name in names
+        ]
+        named = self.model.named_parameters()
+        self.optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups), named_parameters=named, op=hvd.Sum)
+        self.state: Any = hvd.elastic.TorchState(model=self.model, optimizer=self.optimizer, steps=0)
+
+    def step(self, rows: Any) -> None:
+        """Take a step of which each gradient is what is to be added."""
+        self.optimizer.zero_grad()
+        total = float(rows.sum()) * (self.model["weights"].sum() + self.model["moving"].sum())
+        (-(self.model["seen"][rows.astype(int)].sum() + total)).backward()
+        self.optimizer.step()
+
+    def found(self) -> list[list[float]]:
+        """The three weights."""
+        return [self.model[name].tolist() for name in self.names]
+
+
+class GluonModel:
+    """Does the same in MXNet, whose optimizers have one momentum for all weights."""
+
+    def __init__(self) -> None:
+        import polyhvd.mxnet as hvd
+        from mxnet import gluon
+
+        hvd.init()
+        self.hvd: Any = hvd
+        self.block = gluon.nn.Dense(3, use_bias=False, in_units=1)
+        self.block.initialize("zeros")
+        options = {"learning_rate": 1.0, "momentum": 0.9}
+        self.trainer = hvd.DistributedTrainer(self.block.collect_params(), "sgd", options, op=hvd.Sum)
+        arrays = {"seen": np.zeros(ROWS), "weights": np.zeros(3)}
+        self.state: Any = hvd.elastic.GluonState(self.block, self.trainer, steps=0, **arrays)
+
+    def step(self, rows: Any) -> None:
+        """Add up by calls, and take a step."""
+        from mxnet import autograd, nd
+
+        seen, total = np.zeros(ROWS), float(rows.sum())
+        seen[rows.astype(int)] = 1.0
+        with autograd.record():
+            loss = -self.block(nd.full((1, 1), total)).sum()
+        loss.backward()
+        self.trainer.step(1)
+        hvd = self.hvd
+        self.state.seen = self.state.seen + hvd.allreduce(nd.array(seen), op=hvd.Sum, name="seen").asnumpy()
+        added = hvd.allreduce(nd.full(3, total), op=hvd.Sum, name="total").asnumpy()
+        self.state.weights = self.state.weights + added
+
+    def found(self) -> list[list[float]]:
+        """The two arrays, and the weight."""
+        weight = self.block.weight.data().asnumpy()
+        return [array.tolist() for array in (self.state.seen, self.state.weights, weight[:, 0])]
+
+
+MODELS = {"numpy": NumPyModel, "torch": TorchModel, "mxnet": GluonModel}
+
+
+def train(
+    folder: Path, lost: Sequence[int] = (), at: int = 3, dies_early: bool = False, framework: str = "numpy"
+) -> Found:
     """Count rows; ranks of the first world are killed within a step, while the others wait for them."""
     note(folder)
     if dies_early and (folder / "lost-1").exists() and once(folder / "died-early"):
         os.kill(os.getpid(), signal.SIGKILL)
-    hvd.init()
-    rows = np.arange(ROWS, dtype=np.float64)
-    state = hvd.elastic.ArrayState(seen=np.zeros(ROWS), weights=np.zeros(3), steps=0)
+    model = MODELS[framework]()
+    state, hvd = model.state, model.hvd
 
     def step(batch: Any) -> None:
         if state.steps == at and hvd.rank() in lost and once(folder / f"lost-{hvd.rank()}"):
             os.kill(os.getpid(), signal.SIGKILL)
-        seen = np.zeros(ROWS)
-        seen[batch.arrays[0].astype(int)] = 1.0
-        state.seen += hvd.allreduce(seen, op=hvd.Sum, name="seen")
-        total = np.full(3, float(batch.arrays[0].sum()))
-        state.weights += hvd.allreduce(total, op=hvd.Sum, name="weights")
+        model.step(batch.arrays[0])
         state.steps += 1
 
+    rows = np.arange(ROWS, dtype=np.float64)
     hvd.elastic.train(step, state, ArrayLoader([rows], batch_size=BATCH, seed=7), epochs=EPOCHS)
-    return Found(os.getpid(), hvd.rank(), hvd.size(), state.seen.tolist(), state.weights.tolist())
+    return Found(os.getpid(), hvd.rank(), hvd.size(), *model.found())
 
 
-@pytest.mark.parametrize("lost", [[1], [0], [0, 2]], ids=["single", "rank-0", "all-but-one"])
-def test_the_others_keep_their_processes_and_each_row_counts_once(lost: list[int], tmp_path: Path) -> None:
-    found = executor(1, 3).run(lambda: train(tmp_path, lost))
+def in_frameworks(cases: Sequence[Any], torch: Sequence[str]) -> list[Any]:
+    """Cases, in NumPy and other frameworks; without ``make nightly`` only these are in PyTorch.
+
+    Args:
+        cases: parameters with ids.
+        torch: ids of those.
+    """
+    absent = {
+        "numpy": "",
+        "torch": "" if Path(PACKAGES, "torch").is_dir() else "SUITE_PACKAGES names no folder with PyTorch",
+        "mxnet": "" if is_installed("mxnet") else "MXNet is not installed; make nightly's ray-mxnet has it",
+    }
+    found = []
+    for framework, reason in absent.items():
+        for case in cases:
+            marks = [*case.marks, *([pytest.mark.skip(reason=reason)] if reason else ())]
+            if framework == "mxnet" or (framework == "torch" and case.id not in torch):
+                marks.append(pytest.mark.nightly)
+            found.append(pytest.param(framework, *case.values, id=f"{framework}: {case.id}", marks=marks))
+    return found
+
+
+LOSSES = [
+    pytest.param([1], id="single"),
+    pytest.param([0], id="rank 0"),
+    pytest.param([0, 2], id="all but one"),
+]
+
+
+@pytest.mark.parametrize(("framework", "lost"), in_frameworks(LOSSES, ["single"]))
+def test_the_others_keep_their_processes_and_each_row_counts_once(
+    framework: str, lost: list[int], tmp_path: Path
+) -> None:
+    found = executor(1, 3).run(lambda: train(tmp_path, lost, framework=framework))
     check_training(found)
     survivors = 3 - len(lost)
     assert len(found) >= survivors
@@ -118,7 +248,7 @@ def test_a_job_waits_for_a_new_process_when_the_first_one_dies_at_once(tmp_path:
     assert [item.process in processes[:3] for item in found] == [True, True, False]
 
 
-def train_killed(folder: Path, kills: Sequence[str]) -> Found:
+def train_killed(folder: Path, kills: Sequence[str], framework: str) -> Found:
     """Count rows; processes are killed in commits, and while the ranks of a world meet or get the state."""
     from polyhvd.elastic import train as module
 
@@ -137,26 +267,28 @@ def train_killed(folder: Path, kills: Sequence[str]) -> Found:
             super()._sync_from(root, among=among)
 
     module.Training = Killed  # type: ignore[misc]
-    return train(folder)
+    return train(folder, framework=framework)
 
 
-@pytest.mark.parametrize(
-    ("kills", "lost"),
-    [
-        pytest.param(["commit:1:4"], 1, id="in a commit"),
-        pytest.param(["commit:0:4"], 1, id="rank 0 in a commit", marks=pytest.mark.nightly),
-        pytest.param(["commit:1:4", "meet:0:2:hello"], 2, id="in a recovery"),
-        pytest.param(
-            ["commit:1:4", "meet:1:2:done"], 2, id="at the end of a recovery", marks=pytest.mark.nightly
-        ),
-        pytest.param(
-            ["commit:1:4", "join:hello"], 2, id="a new rank when it joins", marks=pytest.mark.nightly
-        ),
-        pytest.param(["commit:1:4", "sync:2"], 2, id="a new rank when it gets the state"),
-    ],
-)
-def test_kills_at_bad_moments_lose_and_repeat_no_row(kills: list[str], lost: int, tmp_path: Path) -> None:
-    found = executor(3 if len(kills) > 1 else 1, 3).run(lambda: train_killed(tmp_path, kills))
+#: Places at which processes are killed, and how many are lost.
+KILLS = [
+    pytest.param(["commit:1:4"], 1, id="in a commit"),
+    pytest.param(["commit:0:4"], 1, id="rank 0 in a commit", marks=pytest.mark.nightly),
+    pytest.param(["commit:1:4", "meet:0:2:hello"], 2, id="in a recovery"),
+    pytest.param(
+        ["commit:1:4", "meet:1:2:done"], 2, id="at the end of a recovery", marks=pytest.mark.nightly
+    ),
+    pytest.param(["commit:1:4", "join:hello"], 2, id="a new rank when it joins", marks=pytest.mark.nightly),
+    pytest.param(["commit:1:4", "sync:2"], 2, id="a new rank when it gets the state"),
+]
+
+
+@pytest.mark.parametrize(("framework", "kills", "lost"), in_frameworks(KILLS, ["in a recovery"]))
+def test_kills_at_bad_moments_lose_and_repeat_no_row(
+    framework: str, kills: list[str], lost: int, tmp_path: Path
+) -> None:
+    made = executor(3 if len(kills) > 1 else 1, 3)
+    found = made.run(lambda: train_killed(tmp_path, kills, framework))
     check_training(found)
     for kill in kills:
         assert (tmp_path / f"killed {kill}").exists(), "the process was not killed"
@@ -169,6 +301,7 @@ def check_training(found: list[Found]) -> None:
     assert [(item.rank, item.size) for item in found] == [(i, len(found)) for i in range(len(found))]
     assert all(item.seen == [EPOCHS] * ROWS for item in found)
     assert all(item.weights == [EPOCHS * sum(range(ROWS))] * 3 for item in found)
+    assert len({tuple(item.momentum) for item in found}) == 1, "the same bits on all ranks"
 
 
 class Hosts:
@@ -514,29 +647,6 @@ def test_an_exception_that_the_driver_cannot_load_has_its_traceback(tmp_path: Pa
 def test_a_rank_that_calls_exit_ends_the_job(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^process 1 \(rank 1\) on \w+ has failed:\nsys\.exit\(4\)$"):
         executor(2, 2).run(lambda: fail(tmp_path, SystemExit(4)))
-
-
-BROKEN = """
-import sys, ray
-from polyhvd.ray import ElasticRayExecutor
-
-ray.init(address=sys.argv[1], log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": sys.argv[2]}})
-executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(1, 1, timeout_s=60))
-executor.start()
-executor.run(lambda: 1)
-"""
-
-
-def test_nodes_on_which_polyhvd_cannot_be_imported_end_the_job_at_once(cluster: str, tmp_path: Path) -> None:
-    (tmp_path / "polyhvd").mkdir()
-    (tmp_path / "polyhvd" / "__init__.py").write_text("raise ImportError('not this one')")
-    words = [sys.executable, "-c", BROKEN, cluster, str(tmp_path)]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=BUSY_S)
-    assert ended.returncode == 1
-    last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("RuntimeError: process 0 on ")
-    assert "was not started: " in last
-    assert "not this one" in last
 
 
 @pytest.mark.nightly
