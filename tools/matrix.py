@@ -140,13 +140,20 @@ ENVIRONMENTS = (
     ),
     Environment(
         "spark-estimators",
-        ("py4j==0.10.9.9", "python-dateutil", "pytz", "tzdata"),
+        # The last three are those of Spark Connect; gRPC is that of the suite.
+        (
+            *("py4j==0.10.9.9", "python-dateutil", "pytz", "tzdata"),
+            *("grpcio-status==1.85.3", "googleapis-common-protos==1.76.0", "zstandard==0.25.0"),
+        ),
         (),
         extra_tests=tuple(
             f"tests/spark/test_spark_estimators_{name}.py"
             for name in ("torch", "lightning", "keras", "mxnet")
         ),
-        nightly_tests=("tests/spark/test_spark_tensorflow.py",),
+        nightly_tests=(
+            "tests/spark/test_spark_tensorflow.py",
+            "tests/spark/test_spark_estimators_with_connect.py",
+        ),
         without_dependencies=("pandas==2.2.3", "pyspark==4.3.0"),  # NumPy is that of the suite
         over_suite=True,
     ),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import cloudpickle
+import pyspark
 from pyspark.ml.param import Params
 from pyspark.ml.util import (
     DefaultParamsReader,
@@ -85,7 +86,7 @@ class _Writer(MLWriter):  # type: ignore[misc]
             if param.name not in instance._not_saved
         }
         data = cloudpickle.dumps(instance._packed(given))
-        DefaultParamsWriter.saveMetadata(instance, path, self.sc, paramMap={})
+        DefaultParamsWriter.saveMetadata(instance, path, _session_of(self), paramMap={})
         parts = [
             (number, data[begin : begin + _PART_BYTES])
             for number, begin in enumerate(range(0, len(data), _PART_BYTES))
@@ -100,9 +101,14 @@ class _Reader(MLReader):  # type: ignore[misc]
         self._class = cls
 
     def load(self, path: str) -> Any:
-        metadata = DefaultParamsReader.loadMetadata(path, self.sc)
+        metadata = DefaultParamsReader.loadMetadata(path, _session_of(self))
         rows = self.sparkSession.read.parquet(f"{path}/{_VALUES}").orderBy("number").collect()
         instance = self._class()
         instance._resetUid(metadata["uid"])
         instance._set(**instance._unpacked(cloudpickle.loads(b"".join(bytes(row.data) for row in rows))))
         return instance
+
+
+def _session_of(files: MLReader | MLWriter) -> Any:
+    """Return the session; before Spark 4, whose metadata need it, its context, which Spark Connect lacks."""
+    return files.sparkSession if int(pyspark.__version__.partition(".")[0]) >= 4 else files.sc
