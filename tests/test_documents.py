@@ -55,6 +55,23 @@ def test_functions_that_documents_name_stand_in_the_file_beside_them() -> None:
     assert len(list(found(PLACE))) > 20
 
 
+def test_every_atomic_of_the_core_and_the_backends_has_its_reason() -> None:
+    page = (ROOT / "docs" / "internals" / "memory-order.md").read_text()
+    declared = re.compile(r"(?:std::atomic<.*>|\bCounter\*?|^ *Word) (\w+)(?:\{| = nullptr;|;)", re.MULTILINE)
+    missing = []
+    count = 0
+    for folder in ("polyhvd/csrc", "backends"):
+        for source in sorted([*(ROOT / folder).rglob("*.h"), *(ROOT / folder).rglob("*.cc")]):
+            if "atomic" not in (text := source.read_text()):
+                continue
+            for name in declared.findall(text):
+                count += 1
+                if f"`{name}`" not in page:
+                    missing.append(f"{source.relative_to(ROOT)}: {name}")
+    assert not missing, "add a row with the order and its reason"
+    assert count > 60
+
+
 #: A page in a text that users read: "see: polyhvd docs elastic".
 TOPIC = re.compile(r"polyhvd docs ([a-z][\w-]*)")
 

@@ -115,7 +115,8 @@ void Segment::set_abort(const Error& error) noexcept {
 }
 
 bool Segment::aborted() const noexcept {
-  return reinterpret_cast<Header*>(base_)->abort_state.load(std::memory_order_acquire) == kAborted;
+  // Sequentially consistent: a rank looks at it after it has set its sleep flag.
+  return reinterpret_cast<Header*>(base_)->abort_state.load() == kAborted;
 }
 
 std::optional<Error> Segment::abort_reason() const {

@@ -20,7 +20,7 @@ bool ShmChannel::flush() {
   // The reader's cache has that line; it is fetched only when the ring looks filled.
   const std::size_t remaining = pending_.size() - sent_;
   if (written + remaining - seen_read_ > kRingBytes / 2) {
-    seen_read_ = out_.read.value.load(std::memory_order_acquire);
+    seen_read_ = out_.read.value.load();  // pairs with the sleep flag, as in poll()
   }
   const std::size_t room = kRingBytes - static_cast<std::size_t>(written - seen_read_);
   const std::size_t count = std::min(room, remaining);

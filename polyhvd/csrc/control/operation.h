@@ -148,11 +148,13 @@ class Operation {
       return false;
     }
   }
-  bool is_finished() const noexcept { return finished_.load(std::memory_order_acquire); }
+  // Sequentially consistent, as finish(): DriverRole::await() looks at it after it has counted
+  // itself.
+  bool is_finished() const noexcept { return finished_.load(); }
   void finish() noexcept { finished_.store(true); }
 
  private:
-  std::atomic<bool> finished_{false};  // release/acquire: publishes error and buffers
+  std::atomic<bool> finished_{false};  // publishes error and buffers
 };
 
 using OperationPtr = std::shared_ptr<Operation>;

@@ -286,7 +286,7 @@ bool Engine::progress() {
 
 void Engine::check_health() {
   if (const auto reason = parts_.liveness->abort_reason()) throw Failure(*reason);
-  if (abort_posted_.load(std::memory_order_acquire)) {
+  if (abort_posted_.load()) {
     throw Failure(ErrorCode::kPeerLost, abort_reason_);
   }
   if (options_.mailbox) options_.mailbox->tick();
@@ -498,7 +498,7 @@ void Engine::abort(const std::string& reason) {
   const std::string text = "rank " + std::to_string(rank_) + " gave up: " + reason;
   if (!aborting_.exchange(true)) {
     abort_reason_ = text;
-    abort_posted_.store(true, std::memory_order_release);
+    abort_posted_.store(true);
   }
   role_.claim();
   parking_->wake_if_asleep();

@@ -96,8 +96,8 @@ void Recorder::on_agreement(const Operation& operation, std::uint64_t batch, Cac
                             std::size_t fused, Ticks now) noexcept {
   Slot* slot = slot_of(operation);
   if (slot == nullptr) return;
-  slot->batch.store(batch, kRelaxed);
-  slot->place.store(std::uint64_t{id} << 32 | static_cast<std::uint32_t>(fused), kRelaxed);
+  slot->batch.store(batch, kRelease);
+  slot->place.store(std::uint64_t{id} << 32 | static_cast<std::uint32_t>(fused), kRelease);
   stamp(*slot, operation.sequence, kAtAgreement, now);
 }
 
@@ -108,7 +108,7 @@ void Recorder::on_start(const Operation& operation, Ticks now) noexcept {
 void Recorder::on_end(const Operation& operation, OpState state) noexcept {
   Slot* slot = slot_of(operation);
   if (slot == nullptr) return;
-  slot->end.store(static_cast<std::uint64_t>(state), kRelaxed);
+  slot->end.store(static_cast<std::uint64_t>(state), kRelease);
   stamp(*slot, operation.sequence, kAtEnd, ticks_now());
 }
 
