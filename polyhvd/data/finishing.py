@@ -113,17 +113,17 @@ class Finishing:
     def _decoded(
         self, arrays: _Arrays, indices: Indices, left_out: list[tuple[str, str]]
     ) -> tuple[_Arrays, npt.NDArray[np.bool_]]:
-        """Rows that are decoded but in no common array, and which of them are good."""
+        """Rows that are decoded, and which of them are good."""
         is_good = indices >= 0
         decoded = list(arrays)
         for number, column in enumerate(self._columns):
             if column.decoder is None:
                 continue
-            decoded[number] = np.empty(len(indices), object)
+            together = _Together(len(indices))
             for place in np.flatnonzero(is_good):
                 index = int(indices[place])
                 try:
-                    decoded[number][place] = self._row(column, arrays[number][place], index)
+                    row = self._row(column, arrays[number][place], index)
                 except Exception as error:
                     if not self._skips:
                         raise
@@ -131,6 +131,9 @@ class Finishing:
                     reason = str(error) if is_known else f"{self._where(column, index)}: {error!r}"
                     left_out.append((self._place(index)[0], reason))
                     is_good[place] = False
+                else:
+                    together.put(int(place), row)
+            decoded[number] = together.rows
         return decoded, is_good
 
     def _row(self, column: Column, data: Any, index: int) -> npt.NDArray[Any]:
@@ -145,7 +148,9 @@ class Finishing:
             raise
 
     def _joined(self, column: Column, rows: npt.NDArray[Any], indices: Indices) -> npt.NDArray[Any]:
-        return column.padded(rows) if column.decoder is None else self._stacked(column, list(rows), indices)
+        if column.decoder is None:
+            return column.padded(rows)
+        return self._stacked(column, list(rows), indices) if rows.dtype.hasobject else rows
 
     def _stacked(self, column: Column, rows: list[Any], indices: Indices) -> npt.NDArray[Any]:
         parts = [np.asarray(row) for row in rows]
@@ -170,6 +175,31 @@ class Finishing:
         file, number, row = self._place(index)
         selected = " of those that filter= selects" if self._is_filtered else ""
         return f"{file}: row group {number}, row {row}{selected}, column {column.name!r}"
+
+
+class _Together:
+    """Decoded rows of a batch, each copied into the batch's array at once: the next one takes its memory.
+
+    Args:
+        count: how many rows there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        #: The array of all rows; of objects until there is a row, or if rows have different shapes or dtypes.
+        self.rows: npt.NDArray[Any] = np.empty(count, object)
+        self._has_row = False
+
+    def put(self, place: int, row: npt.NDArray[Any]) -> None:
+        """Add a row."""
+        if not self._has_row and not row.dtype.hasobject:
+            self.rows = np.zeros((len(self.rows), *row.shape), row.dtype)
+        self._has_row = True
+        if not self.rows.dtype.hasobject and (row.shape, row.dtype) != (self.rows.shape[1:], self.rows.dtype):
+            apart = np.empty(len(self.rows), object)
+            for number, known in enumerate(self.rows):
+                apart[number] = known
+            self.rows = apart
+        self.rows[place] = row
 
 
 class StandIn:

@@ -20,6 +20,8 @@ from polyhvd.errors import DataError
 __all__ = ["SUFFIXES", "Footer", "Format", "ParquetFormat", "TextFormat", "format_by_suffix", "format_of"]
 
 _BLOCK_BYTES = 1 << 20
+#: Handing a smaller row group to Arrow's threads takes longer than reading it. Several are read at a time.
+_THREADED_BYTES = 8 << 20
 _CONVERT_OPTIONS = (
     *("check_utf8", "column_types", "null_values", "true_values", "false_values", "decimal_point"),
     *("strings_can_be_null", "quoted_strings_can_be_null", "timestamp_parsers", "default_column_type"),
@@ -113,9 +115,10 @@ class ParquetFormat(Format):
         from pyarrow import parquet
 
         source = storage.arrow.open_input_file(path)
-        options = {"metadata": footer.detail, "pre_buffer": storage.is_remote}
+        options = {"metadata": footer.detail, "pre_buffer": storage.is_remote and len(names) > 1}
+        is_large = footer.groups[number][1] > _THREADED_BYTES
         with source, parquet.ParquetFile(source, **options) as file:
-            return file.read_row_group(number, columns=names)
+            return file.read_row_group(number, columns=names, use_threads=is_large)
 
 
 class _IpcFooter(Footer):

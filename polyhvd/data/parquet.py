@@ -34,6 +34,8 @@ _GROUPS_OF_STREAM = 10
 #: More ranks than streams read all of them, so that there are some also where more is read twice, or held.
 _STREAMS_OF_FEW_GROUPS = 4
 _STREAMS_OF_LARGE_GROUPS = 8
+#: Rows of more groups mix hardly better, and many small files would have to be read before the first batch.
+_GROUPS_MIXED_MAX = 1024
 _MIB = 1 << 20
 #: Threads that read row groups ahead. Those of a remote file system wait for it most of the time.
 _READERS_REMOTE, _READERS_LOCAL = 16, 2
@@ -185,7 +187,9 @@ class FileLoader(Loader):
             suitable = self._suitable_streams(len(sizes), largest)
             streams = suitable if shuffle else _streams_in_order(placement, int(sizes.sum()), suitable)
         if shuffle:
-            window = int(self._shuffle_bytes / (at_least(1, "streams", streams) * self._row_bytes))
+            by_memory = int(self._shuffle_bytes / (at_least(1, "streams", streams) * self._row_bytes))
+            by_groups = max(1, _GROUPS_MIXED_MAX // streams) * int(sizes.mean() if len(sizes) else 1)
+            window = min(by_memory, by_groups)
         else:
             window = largest  # rows come as they are stored, so that one row group after the other will do
         super().__init__(
@@ -447,8 +451,9 @@ class _Shard:
         sizes = np.asarray([group.rows for group in files.groups], np.int64)
         self._offsets = np.cumsum(sizes) - sizes
         self._windows: dict[int, _Arrays] = {}
-        #: Of each stream the last row group of its window, if more of its rows follow.
-        self._kept: dict[int, tuple[int, _Arrays]] = {}
+        #: Of each stream the last row group of its window, if more of its rows follow: its number, the number
+        #: of the first row that is kept, and the rows.
+        self._kept: dict[int, tuple[int, int, _Arrays]] = {}
         self._planned: deque[_Opened | _Taken] = deque()
 
     def steps(
@@ -526,11 +531,18 @@ class _Shard:
         mixed: _Arrays = []
         done = 0
         for group, first, rows in sections:
-            arrays = known[1] if known is not None and known[0] == group else ahead.next()
+            if known is not None and known[0] == group:
+                _, base, arrays = known
+            else:
+                base, arrays = 0, ahead.next()
             known = None
-            if done + rows == total and first + rows < len(arrays[-1]):
-                self._kept[stream] = (group, arrays)
-            own = [array[first : first + rows] for array in arrays]
+            begin, end = first - base, first - base + rows
+            if done + rows == total and end < len(arrays[-1]):
+                rest = [array[end:] for array in arrays]
+                if places is not None:  # the rows before them are in the window
+                    rest = [array.copy() for array in rest]
+                self._kept[stream] = (group, first + rows, rest)
+            own = [array[begin:end] for array in arrays]
             if places is None and rows == total:
                 return own
             if not mixed:

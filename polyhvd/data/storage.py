@@ -14,11 +14,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another one before Python 3.11
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import unquote
 
@@ -306,21 +308,73 @@ def within(timeout_s: float, deadline: float, function: Callable[[], T]) -> T:
         Exception: that of the function.
     """
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="polyhvd-remote", daemon=True).start()
-    done, _ = wait([future], max(0.0, deadline - time.monotonic()))
-    if not done:
+    caller: _Caller | None = getattr(_of_thread, "caller", None)
+    thread: threading.Thread | None = None
+    if caller is None or caller.is_lost:
+        thread = threading.Thread(target=_call, args=(function, future), name=_CALLER, daemon=True)
+        thread.start()
+    else:
+        caller.call(function, future)
+    try:
+        return future.result(max(0.0, deadline - time.monotonic()))
+    except (TimeoutError, FutureTimeoutError):  # of the wait, or of the function
+        if future.done():
+            return future.result()
+        if caller is not None:
+            caller.is_lost = True
         raise UnansweredError(
             f"the file system has not answered within {timeout_s:g} s; check that this host can reach it, or "
             "raise read_timeout_s="
-        )
-    return future.result()
+        ) from None
+    finally:
+        if thread is not None and future.done():
+            thread.join(_LAST_READ_S)  # it is about to end
+
+
+def _call(function: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+_CALLER = "polyhvd-remote"
+#: Its attribute ``caller`` is the one that a thread has for its reads.
+_of_thread = threading.local()
+
+
+class _Caller:
+    """The thread in which :func:`within` calls functions for the thread that uses this as a context.
+
+    Starting a thread for each function takes longer than many a read.
+    """
+
+    def __init__(self) -> None:
+        #: Whether a function has not returned in time, so that the others need another thread.
+        self.is_lost = False
+        self._thread: threading.Thread | None = None
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+
+    def __enter__(self) -> None:
+        _of_thread.caller = self
+
+    def __exit__(self, *error: object) -> None:
+        _of_thread.caller = None
+        self._tasks.put(None)
+        if self._thread is not None and not self.is_lost:
+            self._thread.join()
+
+    def call(self, function: Callable[[], Any], future: Future[Any]) -> None:
+        """Call a function when those before it have returned."""
+        self._tasks.put((function, future))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=_CALLER, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            _call(*task)
+            del task  # and what it refers to
 
 
 def is_passing(error: Exception) -> bool:
@@ -704,6 +758,10 @@ class _Work(Generic[T, R]):
 
     def run(self) -> None:
         """Take items, in a thread."""
+        with _Caller():
+            self._take()
+
+    def _take(self) -> None:
         while True:
             with self._changed:
                 number = self._begun
@@ -720,7 +778,8 @@ class _Work(Generic[T, R]):
                 self._running.remove(number)
                 if error is not None and number < self._end:
                     self._end, self._error = number, error
-                self._changed.notify_all()
+                if self._is_done():  # or thousands of files would wake up the thread that waits
+                    self._changed.notify_all()
 
     def results(self) -> list[R] | BaseException:
         """The results, or the error of the first item that has one."""

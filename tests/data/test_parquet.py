@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -860,6 +861,32 @@ def test_description_warns_of_row_groups_that_are_too_few_or_too_large(tmp_path:
     assert "row groups are large" in large
     unshuffled = loader_of(folder, shuffle=False, streams=1, placement=lambda: (0, 3)).describe()
     assert "pass streams=4" in unshuffled
+
+
+def test_first_batch_needs_a_part_of_many_small_row_groups(tmp_path: Path) -> None:
+    loader = loader_of(written(tmp_path, [[2] * 3000]), prefetch_bytes=0)
+    batches = iter(loader)
+    next(batches)
+    assert loader.groups_read < 1200
+    batches.close()
+    assert sorted(rows_of(loader)) == list(range(6000))
+
+
+def test_rows_are_decoded_into_the_array_of_the_batch(tmp_path: Path) -> None:
+    write_parquet({"x": [b"%d" % number for number in range(12)]}, tmp_path / "0.parquet")
+    decoded: list[weakref.ref[Any]] = []
+    most = 0
+
+    def decode(data: bytes) -> Any:
+        nonlocal most
+        most = max(most, sum(array() is not None for array in decoded))
+        array = np.full(3, int(data))
+        decoded.append(weakref.ref(array))
+        return array
+
+    for batch in loader_of(tmp_path, batch_size=6, decode={"x": decode}):
+        assert batch["x"].tolist() == [[row] * 3 for row in batch.indices]
+    assert most <= 1
 
 
 # The thread
