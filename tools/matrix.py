@@ -123,6 +123,14 @@ ENVIRONMENTS = (
         nightly=True,
     ),
     Environment(
+        "ray-mxnet",  # which needs NumPy 1: without Ray's extras, whose pandas needs NumPy 2
+        ("numpy==1.26.4", "ray==2.60.0", "mxnet==1.9.1"),
+        (),
+        extra_tests=("tests/ray/test_ray_elastic.py",),
+        also=("-k", "mxnet"),
+        nightly=True,
+    ),
+    Environment(
         "spark-3.5",
         ("numpy==1.26.4", "pandas==2.2.3", "pyarrow==17.0.0", "pyspark==3.5.9", "setuptools", "fsspec"),
         (),
