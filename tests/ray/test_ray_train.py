@@ -14,6 +14,7 @@ import polyhvd.numpy as hvd
 import pytest
 import ray
 import ray.cloudpickle
+import ray.data
 import ray.train
 from ray import tune
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
@@ -26,6 +27,8 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 def train(config: dict[str, Any]) -> None:
     """Three steps; rank 1 is killed once in the second one, while rank 0 waits for it."""
+    begin = Path(config["folder"]) / f"{ray.train.get_context().get_world_rank()}-{os.getpid()}"
+    begin.with_suffix(".begun").touch()
     hvd.init()
     context = ray.train.get_context()
     same = (hvd.rank(), hvd.size()) == (context.get_world_rank(), context.get_world_size())
@@ -51,7 +54,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.nightly  # Ray Train takes long to start the workers again
-def test_a_killed_worker_has_the_job_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_worker_has_ray_train_start_all_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     run = RunConfig(storage_path=str(tmp_path / "results"), failure_config=FailureConfig(max_failures=1))
     result = PolyhvdTrainer(
         train,
@@ -60,6 +63,37 @@ def test_a_killed_worker_has_the_job_go_on_from_the_last_checkpoint(tmp_path: Pa
         run_config=run,
     ).fit()
     assert result.metrics == {"weight": 9.0, "first": 1, "same": True}
+    begun = [path.stem.split("-") for path in tmp_path.glob("*.begun")]
+    assert sorted(rank for rank, _ in begun) == ["0", "0", "1", "1"]
+    assert len({process for _, process in begun}) == 4, "docs/ray.md: Ray Train keeps no process"
+
+
+def read(config: dict[str, Any]) -> None:
+    """Read this rank's shard, and report what all ranks have read and which GPUs they have."""
+    hvd.init()
+    rows = [int(row["id"]) for row in ray.train.get_dataset_shard("train").iter_rows()]
+    visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    own = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    found = hvd.allgather_object((rows, [visible[hvd.local_rank()]] == own))
+    folder = Path(config["folder"]) / f"saved-{hvd.rank()}"
+    folder.mkdir()
+    ray.train.report(
+        {"rows": sorted(row for rows, _ in found for row in rows), "own": [is_own for _, is_own in found]},
+        checkpoint=Checkpoint(str(folder)) if hvd.rank() == 0 else None,
+    )
+
+
+@pytest.mark.nightly
+def test_ranks_share_the_rows_of_ray_data_and_local_ranks_have_their_gpus(tmp_path: Path) -> None:
+    has_limits = hasattr(ScalingConfig, "elasticity_enabled")  # not in Ray 2.51
+    result = PolyhvdTrainer(
+        read,
+        train_loop_config={"folder": str(tmp_path)},
+        scaling_config=ScalingConfig(num_workers=(2, 2) if has_limits else 2, use_gpu=True),
+        run_config=RunConfig(storage_path=str(tmp_path / "results")),
+        datasets={"train": ray.data.range(40, override_num_blocks=8)},
+    ).fit()
+    assert result.metrics == {"rows": list(range(40)), "own": [True, True]}
 
 
 def test_the_exception_of_a_rank_ends_the_job_with_its_words(tmp_path: Path) -> None:
