@@ -177,12 +177,25 @@ def test_checksums_are_those_that_sha256sum_checks(release: ModuleType, tmp_path
     assert done.stdout == "a.tar.gz: OK\nb.whl: OK\n"
 
 
+def names_in_the_repository() -> list[str]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.splitlines() if (ROOT / name).is_file()]
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked source distribution."""
+    """The unpacked source distribution.
+
+    Made of a copy: setuptools collects the files beside setup.py, where other tests would find them.
+    """
     folder = tmp_path_factory.mktemp("sdist")
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in names_in_the_repository():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, copy / name)
     program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", program, folder], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", program, folder], cwd=copy, check=True, capture_output=True)
     (archive,) = folder.glob("polyhvd-*.tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(folder, filter="data")
@@ -190,10 +203,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_source_distribution_has_the_files_of_the_repository(source: Path) -> None:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
     of_the_repository = (".ci/", ".github/", ".gitignore", ".dockerignore", ".pre-commit", "__init__.py")
-    names = [name for name in listed.stdout.splitlines() if not name.startswith(of_the_repository)]
-    assert [name for name in names if (ROOT / name).exists() and not (source / name).exists()] == []
+    names = [name for name in names_in_the_repository() if not name.startswith(of_the_repository)]
+    assert [name for name in names if not (source / name).exists()] == []
     assert not list(source.rglob("*.so"))
 
 
