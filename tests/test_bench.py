@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))  # for benchmarks, which is not installed
 import netns  # noqa: E402  tests/harness, on the path by tests/conftest.py
 from launching import wait_until  # noqa: E402
 
-from benchmarks import elastic, elastic_hosts, elastic_peers, launch, parity  # noqa: E402
+from benchmarks import elastic, elastic_hosts, elastic_peers, launch, on_spark, parity, turns  # noqa: E402
 from benchmarks.elastic_events import JobError, Log  # noqa: E402
 from benchmarks.interleave import Effort, interleaved  # noqa: E402
 from benchmarks.launchers import RENDEZVOUS, SECRET  # noqa: E402
@@ -411,3 +411,28 @@ def test_readers_of_data_are_measured_in_turns(tmp_path: Path) -> None:
         assert len(part["rows_s"]) == 2
         assert all(len(speeds) == 2 and min(speeds) > 0 for speeds in part["rows_s"].values())
     assert "| polyhvd | " in (tmp_path / "data.md").read_text()
+
+
+def test_jobs_on_an_engine_take_turns_with_their_peers() -> None:
+    calls: list[str] = []
+
+    def measured(name: str, seconds: float) -> float:
+        calls.append(name)
+        return seconds
+
+    found = turns.in_turns(lambda: measured("mine", 2.0), lambda: measured("its", 4.0), 2)
+    assert found == ([2.0, 2.0], [4.0, 4.0])
+    assert calls == ["its", "mine", "mine", "its", "its", "mine"]  # the first two do not count
+    assert turns.paired("start", "s", *found) == "| start, s | 2 | 4 | 0.50 | 2 |"
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    not Path(on_spark.python_of()).exists(),
+    reason="tools/matrix.py --prepare spark-estimators installs Spark",
+)
+def test_starts_of_jobs_on_spark_are_measured(tmp_path: Path) -> None:
+    assert on_spark.main(tmp_path, quick=True) == 0
+    assert (
+        "| from `run` to the first step, beside TorchDistributor, s | " in (tmp_path / "spark.md").read_text()
+    )
