@@ -176,3 +176,22 @@ def test_two_hundred_sparse_gradients_of_a_step_travel_in_a_few_batches_with_the
     assert min(batches) <= FEW, batches
     for sparse, dense in zip(weights["row_sparse"], weights["default"], strict=True):
         np.testing.assert_array_equal(sparse.data().asnumpy(), dense.data().asnumpy())
+
+
+@pytest.mark.ranks(2)
+def test_adasum_of_sparse_gradients_is_that_of_dense_ones(hvd, mx, np):
+    hvd.init()
+
+    def adasum(one, other):
+        dot = (one * other).sum()
+        return one * (1 - dot / (2 * (one**2).sum())) + other * (1 - dot / (2 * (other**2).sum()))
+
+    indices = [([2, 3], [2, 4]), ([1, 999], [5])]  # of two weights, on both ranks
+    for extra in ({}, {"num_groups": 1}):
+        updater = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=1.0), op=hvd.Adasum, **extra)
+        weights = [mx.nd.zeros((HEIGHT, 3)) for _ in indices]
+        mine = [rows(mx, np, each[hvd.rank()]) for each in indices]
+        updater.update([0, 1], weights, mine, [None, None])
+        for weight, each in zip(weights, indices, strict=True):
+            want = adasum(*[rows(mx, np, ones).asnumpy() for ones in each])
+            np.testing.assert_allclose(weight.asnumpy(), -want, rtol=1e-3)
