@@ -320,13 +320,13 @@ def within(timeout_s: float, deadline: float, function: Callable[[], T]) -> T:
     except (TimeoutError, FutureTimeoutError):  # of the wait, or of the function
         if future.done():
             return future.result()
-        if caller is not None:
-            caller.is_lost = True
         raise UnansweredError(
             f"the file system has not answered within {timeout_s:g} s; check that this host can reach it, or "
             "raise read_timeout_s="
         ) from None
     finally:
+        if caller is not None and not future.done():  # also after Ctrl-C
+            caller.is_lost = True
         if thread is not None and future.done():
             thread.join(_LAST_READ_S)  # it is about to end
 

@@ -208,7 +208,7 @@ def test_no_rank_takes_itself_for_a_world_of_one() -> None:
         ([np.arange(3)], {"batch_size": 1, "last": "pad"}, "last is 'pad'"),
         ([np.arange(3)], {"batch_size": 1, "streams": 0}, "streams is 0"),
         ([np.arange(3), np.arange(4)], {"batch_size": 1}, "3, 4 rows"),
-        ([np.float32(3)], {"batch_size": 1}, "each of them rows"),
+        ([np.float32(3)], {"batch_size": 1}, "each array at least one row"),
         ([], {"batch_size": 1}, "at least one array"),
         ([np.arange(3)], {"batch_size": 1, "placement": (0, 1)}, "has to be a function"),
         (np.arange(3), {"batch_size": 1}, r"put it into a list"),

@@ -338,10 +338,12 @@ from polyhvd.data import ParquetLoader, write_parquet
 class Hanging(MemoryFileSystem):
     def _open(self, path, mode="rb", **options):
         if mode == "rb":
-            os.kill(os.getpid(), signal.SIGINT)
+            if signals:  # one for all files: another would come while the interpreter ends
+                os.kill(os.getpid(), signals.pop())
             time.sleep(3600)
         return super()._open(path, mode=mode, **options)
 
+signals = [signal.SIGINT]
 for number in range(2):
     write_parquet({"x": np.arange(4)}, f"/train/{number}.parquet", filesystem=Hanging())
 ParquetLoader("/train", filesystem=Hanging(), batch_size=2, read_timeout_s=3600, placement=lambda: (0, 1))

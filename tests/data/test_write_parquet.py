@@ -128,7 +128,7 @@ def test_failed_write_leaves_the_former_file_and_nothing_else(tmp_path: Path) ->
         ([np.zeros(3)], {}, "a part of the data is a ndarray"),
         ([], {}, "data is empty"),
         ({}, {}, "no columns"),
-        ({"x": [1], "y": [1, 2]}, {}, "equally many rows, but there are 'x' 1, 'y' 2"),
+        ({"x": [1], "y": [1, 2]}, {}, "the same number of rows, but there are 'x' 1, 'y' 2"),
         ({"x": 1}, {}, "column 'x' is a single value"),
         ({"x": np.ma.masked_equal([1, 2], 2)}, {}, "column 'x' has masked entries"),
         ({"x": np.ma.masked_equal([[1], [2]], 2)}, {}, "column 'x' has masked entries"),
