@@ -19,7 +19,6 @@ from polyhvd.runtime.placement import Placement, placements
 
 __all__ = [
     "BEGUN_CALLS",
-    "GENERATIONS_MAX",
     "LEAVE_NOTICES",
     "MESSAGES",
     "PLACE_REQUESTS",
@@ -49,7 +48,6 @@ PROLOGUE = "elastic/prologue"
 PROGRESS = "elastic/progress"
 #: Scope of lines for the launcher to print, in UTF-8.
 MESSAGES = "elastic/says"
-GENERATIONS_MAX = 1 << 20
 #: Limit of one request to the store, which is repeated while the job lives.
 _WAIT_S = 1e6
 _MOMENT_S = 0.2
