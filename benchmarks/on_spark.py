@@ -56,7 +56,7 @@ def first_step_of_distributor() -> float:
     return done
 
 
-# What is measured -------------------------------------------------------------
+# Measurements -----------------------------------------------------------------
 
 
 def start_of_polyhvd() -> float:

@@ -106,11 +106,7 @@ class SparkBackend(Backend):
         max_num_proc: int | None = None,
     ) -> list[Any]:
         """As of :class:`Backend`; raises what :func:`polyhvd.spark.run_elastic` does."""
-        sizes: dict[str, Any] = {
-            "num_proc": self._num_proc,
-            "min_num_proc": min_num_proc or 1,
-            "max_num_proc": max_num_proc,
-        }
+        sizes = _sizes(self._num_proc, min_num_proc, max_num_proc)
         return run_elastic(fn, args, kwargs, env={**self._env, **(env or {})}, **sizes, **self._options)
 
     def num_processes(self) -> int:
@@ -148,13 +144,14 @@ class LocalBackend(Backend):
         max_num_proc: int | None = None,
     ) -> list[Any]:
         """As of :class:`Backend`; raises what :func:`polyhvd.run` does."""
-        sizes: dict[str, Any] = {
-            "num_proc": self._num_proc,
-            "min_num_proc": min_num_proc or 1,
-            "max_num_proc": max_num_proc,
-        }
+        sizes = _sizes(self._num_proc, min_num_proc, max_num_proc)
         return run_here(fn, args, kwargs, env=env, **sizes)
 
     def num_processes(self) -> int:
         """As of :class:`Backend`."""
         return self._num_proc
+
+
+def _sizes(num_proc: int | None, min_num_proc: int | None, max_num_proc: int | None) -> dict[str, Any]:
+    """The arguments of an elastic job that set its numbers of ranks."""
+    return {"num_proc": num_proc, "min_num_proc": min_num_proc or 1, "max_num_proc": max_num_proc}

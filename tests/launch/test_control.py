@@ -135,7 +135,7 @@ def test_a_launcher_that_takes_no_more_connections_is_reported_as_stopped(
 ) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0polyhvd/job/{os.getpid()}-full")
-        listener.listen(1)  # full after the two connections that look who listens
+        listener.listen(1)  # full after the two connections that check which process listens
         assert leave.main(["--job", str(os.getpid()), "--rank", "1"]) == 1
     assert f"no answer in time from job {os.getpid()}; is its polyhvdrun stopped?" in capsys.readouterr().err
 
