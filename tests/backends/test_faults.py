@@ -364,7 +364,7 @@ def _in_use() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threads, memory
 
 
-def begin_and_end(rounds: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+def begin_and_end(rounds: int, samples: int) -> list[tuple[int, int, int]]:
     def once() -> None:
         hvd.shutdown()
         hvd.init()
@@ -377,19 +377,24 @@ def begin_and_end(rounds: int) -> tuple[tuple[int, int, int], tuple[int, int, in
         hvd.barrier()
         return found
 
-    for _ in range(20):
-        once()
-    before = in_use_while_all_are_here()
-    for _ in range(rounds):
-        once()
-    return before, in_use_while_all_are_here()
+    found = []
+    for _ in range(samples):
+        for _ in range(rounds):
+            once()
+        found.append(in_use_while_all_are_here())
+    return found
 
 
 @pytest.mark.sample(2)
-def test_60_times_init_and_shutdown_leak_nothing(pool: Pool) -> None:
-    for before, after in pool.run(begin_and_end, 60, deadline_s=120):
-        assert after[:2] == before[:2], f"descriptors and threads were {before[:2]}, are {after[:2]}"
-        assert after[2] - before[2] < 1024, f"{after[2] - before[2]} KiB more than before"
+def test_180_times_init_and_shutdown_leak_nothing(pool: Pool) -> None:
+    # Python takes memory in pieces of a megabyte and returns them when they are empty: over 4,800 times, the
+    # memory in use differed by up to 1.5 MiB from one sample to the next, and did not grow. So the least of
+    # the last samples counts, and a leak of 16 KiB a time is found.
+    for (*handles, before), *others in pool.run(begin_and_end, 30, 7, deadline_s=240):
+        for *after, _ in others:
+            assert after == handles, f"descriptors and threads were {handles}, are {after}"
+        least = min(memory for *_, memory in others[-3:])
+        assert least - before < 1536, f"{least - before} KiB more than before"
 
 
 def fork_children(exit_normally: bool) -> None:
