@@ -1,6 +1,7 @@
 """Runs the test suite as two pytest processes side by side, and says in one closing line what came of it.
 
-Frameworks' tests need processors; most others wait for launchers, deadlines and ends of processes.
+The first has the tests that need processors, such as those of frameworks; most of the second's wait for
+launchers, deadlines and ends of processes.
 ``python tools/suite.py -x -k allreduce`` hands its arguments to both.
 """
 
@@ -22,8 +23,8 @@ import costs
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "build" / "suite-others.log"
-#: Folders of the first process; the second has all the others.
-FRAMEWORKS = (
+#: Folders of the first process; the second has all the others, and takes as long.
+FIRST = (
     "tests/parity",
     *sorted(
         f"tests/{path.name}"
@@ -33,6 +34,10 @@ FRAMEWORKS = (
     "tests/data",
     "tests/surface",
     "tests/examples",
+    "tests/gpu",
+    "tests/mpi",
+    "tests/harness",
+    "tests/tracing",
 )
 #: Tests of tf_keras, which has an environment of the matrix, and of the sources, which make check has.
 ELSEWHERE = (
@@ -86,7 +91,7 @@ def main() -> None:
     shutil.rmtree(costs.FOLDER, ignore_errors=True)
     costs.FOLDER.mkdir(parents=True)
     elsewhere = [f"--ignore={name}" for name in ELSEWHERE]
-    ignored = [f"--ignore={folder}" for folder in FRAMEWORKS]
+    ignored = [f"--ignore={folder}" for folder in FIRST]
     with LOG.open("w") as log:
         # Its cache is its own, since the last to end would overwrite what the other had written.
         others = start(
@@ -95,8 +100,8 @@ def main() -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-    arguments = [*sys.argv[1:], *FRAMEWORKS, *elsewhere]
-    first = start("frameworks", arguments, stdout=subprocess.PIPE)
+    arguments = [*sys.argv[1:], *FIRST, *elsewhere]
+    first = start("first", arguments, stdout=subprocess.PIPE)
     both = (first, others)
     signal.signal(signal.SIGTERM, lambda *_: [process.send_signal(signal.SIGINT) for process in both])
     for process, other in ((first, others), (others, first)):
