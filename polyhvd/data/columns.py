@@ -169,6 +169,11 @@ class Column:
         """Whether rows are lists of different lengths."""
         return self._entries is not None
 
+    @property
+    def is_bytes(self) -> bool:
+        """Whether rows are bytes of different lengths."""
+        return _is_bytes(self._type)
+
     def decode_with(self, how: str | Callable[[bytes], Any] | None) -> None:
         """Have the bytes of rows decoded, as ``decode`` of :class:`polyhvd.data.ParquetLoader` says.
 
@@ -176,7 +181,7 @@ class Column:
             ValueError: rows are not bytes, or ``how`` is of no use.
             ModuleNotFoundError: Pillow is needed, and is not installed.
         """
-        if not _is_bytes(self._type):
+        if not self.is_bytes:
             raise ValueError(
                 f"decode names the column {self.name!r} of type {self._type}; expected one of bytes"
             )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from polyhvd.data import petastorm
 from polyhvd.data.cache import Cache, token
 from polyhvd.data.columns import Column, NullsError, columns_of
 from polyhvd.data.counting import count
@@ -115,6 +116,8 @@ class ParquetFiles:
         #: Of the selected columns.
         self.schema = self._selected(columns)
         self.columns = columns_of(self.schema, fill_null, decode, pad)
+        if isinstance(self.format, ParquetFormat):
+            self._decode_as_petastorm_has_encoded(len(found[0][1]))
         #: In keys of the cache, what else decides which rows a group has.
         self._reading = token((type(self.format), vars(self.format), filter))
         #: Row groups that this process has read.
@@ -209,6 +212,12 @@ class ParquetFiles:
             self.skips.report(str(file), error)
             count(data_files_skipped=1)
             return None
+
+    def _decode_as_petastorm_has_encoded(self, depth: int) -> None:
+        """Have columns of bytes for which there is no ``decode`` decoded, if Petastorm has written them."""
+        if bare := {column.name: column for column in self.columns if column.is_bytes and not column.decoder}:
+            for name, decoder in petastorm.decoders_of(self.files[0], depth, list(bare)).items():
+                bare[name].decode_with(decoder)
 
     def _partitions_of(self, folders: list[dict[str, str | None]]) -> dict[str, Any]:
         """Arrow arrays of the values of all files. A column of this name in the files has precedence."""

@@ -54,7 +54,8 @@ class FileLoader(Loader):
     Columns of numbers, points in time and booleans become arrays of their dtype. FixedSizeList,
     ``arrow.fixed_shape_tensor``, and FixedSizeBinary with ``shape`` and ``dtype`` in the field's metadata
     become arrays with more axes. Strings, bytes and decimals become arrays of objects. Images and lists of
-    different lengths need ``decode`` and ``pad``.
+    different lengths need ``decode`` and ``pad``. Arrays and images in data sets of Petastorm are decoded
+    without them.
 
     Args:
         source: a file, a folder, a pattern such as ``"train/*.parquet"``, or a list of these, each a path or
