@@ -75,6 +75,7 @@ ENVIRONMENTS = (
         "metric-loggers",
         (
             "mlflow-skinny==3.17.2",
+            "opentelemetry-sdk==1.45.2",
             "wandb==0.31.0",
             "tensorboard==2.20.0",
             "numpy==1.26.4",

@@ -1,16 +1,18 @@
-"""``hvd.metrics()`` in MLflow, Weights & Biases (offline) and TensorBoard; see tools/matrix.py."""
+"""``hvd.metrics()`` in MLflow, Weights & Biases (offline), TensorBoard, OpenTelemetry: tools/matrix.py."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-NAMES = ("mlflow", "tensorboard", "wandb")
+NAMES = ("mlflow", "opentelemetry", "tensorboard", "wandb")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "watching.md"
 PROGRAM = """
 import os, sys
 import numpy as np
@@ -63,7 +65,7 @@ if hvd.rank() == 0 and tool == "wandb":
 
 pytestmark = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, NAMES)),
-    reason="needs MLflow, TensorBoard and wandb; tools/matrix.py metric-loggers",
+    reason="needs MLflow, OpenTelemetry, TensorBoard and wandb; tools/matrix.py metric-loggers",
 )
 
 
@@ -95,3 +97,37 @@ def test_real_tool_takes_the_metrics(tool: str, printed: list[str], tmp_path: Pa
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line for line in lines if line in printed] == printed, done.stdout
+
+
+AROUND = """
+import json
+import numpy as np
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider([reader]))
+PROGRAM
+for _ in range(6):
+    hvd.allreduce(np.ones(3), name="gradient")
+found = json.loads(reader.get_metrics_data().to_json())["resource_metrics"][0]["scope_metrics"][0]["metrics"]
+named = {metric["name"]: metric["data"]["data_points"][0] for metric in found}
+if hvd.rank() == 1:
+    point = named["polyhvd.operations_total"]
+    print(len(named) == len(hvd.metrics()), point["value"], point["attributes"])
+hvd.shutdown()
+print(reader.get_metrics_data())
+"""
+
+
+def test_opentelemetry_reads_the_metrics_with_the_program_of_the_documentation(tmp_path: Path) -> None:
+    (block,) = re.findall(
+        r"^```python\n((?:(?!```).*\n)*?.*opentelemetry(?:(?!```).*\n)*)```", DOCUMENT.read_text(), re.M
+    )
+    program = tmp_path / "train.py"
+    program.write_text(AROUND.replace("PROGRAM", block))
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", "2", "--no-tag", sys.executable, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["None", "None", "True 6 {'rank': 1}"], done.stdout
