@@ -204,5 +204,6 @@ class Progress:
         figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
         axes.plot(range(1, len(self._losses) + 1), self._losses, marker="o")
         axes.set(xlabel="epoch", ylabel="training loss", title=f"{self._args.data}, {self._size} ranks")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         figure.savefig(path, dpi=120)

@@ -113,7 +113,7 @@ class Progress:
             return
         self.close()
         parts = [
-            f"{self._done} steps",
+            f"{self._done} step{'s' * (self._done != 1)}",
             f"{time.monotonic() - self._began:.1f} s",
             f"{size} rank{'s' * (size > 1)}",
         ]
