@@ -81,6 +81,15 @@ def test_the_suffix_for_this_python_is_the_one_it_imports(wheels: ModuleType, tm
         assert settings[name] == sysconfig.get_config_var(name)
 
 
+def test_no_source_asks_the_compilers_runtime_library_for_instruction_sets() -> None:
+    """In Zig's it is a stub that finds none: see polyhvd/csrc/control/cpu_features.h."""
+    sources = [
+        path for folder in ("backends", "frameworks", "polyhvd") for path in (ROOT / folder).rglob("*.cc")
+    ]
+    assert len(sources) > 50
+    assert [str(path) for path in sources if "__builtin_cpu_" in path.read_text()] == []
+
+
 @pytest.mark.parametrize(
     ("tag", "libraries", "fits"),
     [

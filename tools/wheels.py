@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,14 @@ SHARED = (
     "frameworks",
     *(f"polyhvd/csrc/{name}" for name in ("api", "control", "engine", "observe")),
 )
+#: Prints the instruction set that kernels of the extension in a file use here.
+_IMPORT = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("polyhvd._core", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(module.INSTRUCTION_SET)
+"""
 #: Debian's releases with a package of headers.
 _DEBIAN = {"3.11": "bookworm", "3.13": "trixie", "3.14": "forky"}
 
@@ -154,11 +163,17 @@ def _below(given: list[Path]) -> Iterator[Path]:
         yield from (found.parent for found in sorted(folder.rglob("Python.h")))
 
 
+def _programs(version: str) -> Iterator[str]:
+    """The installed Pythons of a version."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    if found := shutil.which(f"python{version}"):
+        yield found
+    yield from map(str, sorted(pyenv.glob(f"{version}.*/bin/python{version}")))
+
+
 def _installed(version: str) -> Iterator[Path]:
     print_include = "import sysconfig; print(sysconfig.get_paths()['include'])"
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    programs = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python{version}"))]
-    for program in filter(None, programs):
+    for program in _programs(version):
         done = subprocess.run([program, "-c", print_include], capture_output=True, text=True)
         if done.returncode == 0:
             yield Path(done.stdout.strip())
@@ -303,6 +318,29 @@ def check(path: Path, wheel: Wheel) -> None:
         )
     _run("check_wheel_contents", path)
     _run("twine", "check", "--strict", path)
+    if wheel.platform.machine == os.uname().machine:
+        check_import(path, wheel)
+
+
+def check_import(path: Path, wheel: Wheel) -> None:
+    """Raise SystemExit if the extension cannot be imported, or does not use the processor's AVX2.
+
+    Nothing is checked without an installed Python of the wheel's version.
+    """
+    for program in _programs(wheel.python):
+        with tempfile.TemporaryDirectory() as folder:
+            with zipfile.ZipFile(path) as archive:
+                (name,) = (
+                    name for name in archive.namelist() if re.fullmatch(r"polyhvd/_core\..*\.so", name)
+                )
+                extension = archive.extract(name, folder)
+            done = subprocess.run([program, "-Ic", _IMPORT, extension], capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"wheels: {program} cannot import {path.name}:\n{done.stderr}")
+        has_avx2 = " avx2 " in Path("/proc/cpuinfo").read_text()
+        if has_avx2 and done.stdout.split() == ["baseline"]:
+            raise SystemExit(f"wheels: {path.name} does not use AVX2, which this machine's processor has")
+        return
 
 
 def fits(found: dict[str, Any], platform: Platform) -> bool:

@@ -3,6 +3,7 @@
 
 #include <array>
 
+#include "control/cpu_features.h"
 #include "float_mode.h"
 #include "kernels_table.h"
 
@@ -22,12 +23,10 @@ Tables find_runnable() noexcept {
   Tables found;
   found.add(baseline_table());
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx2) found.add(avx2_table());
-  if (avx2 && avx512) found.add(avx512_table());
-  if (avx2 && avx512 && __builtin_cpu_supports("avx512bf16")) found.add(avx512_bf16_table());
+  const CpuFeatures cpu = cpu_features();
+  if (cpu.avx2) found.add(avx2_table());
+  if (cpu.avx512) found.add(avx512_table());
+  if (cpu.avx512_bf16) found.add(avx512_bf16_table());
 #endif
   return found;
 }

@@ -17,6 +17,7 @@
 #include <immintrin.h>
 #endif
 
+#include "control/cpu_features.h"
 #include "host/kernels.h"
 #include "host/kernels_table.h"
 #include "kernel_oracle.h"
@@ -356,6 +357,18 @@ TEST_CASE("what is supported, and in which type it is accumulated") {
   CHECK(instruction_set() == runnable_tables().back()->name);
   CHECK(runnable_tables().front() == baseline_table());
 }
+
+#if defined(__x86_64__) && !defined(__clang__)
+TEST_CASE("the processor has the instruction sets that GCC's runtime library finds") {
+  const CpuFeatures found = cpu_features();
+  CHECK(found.sse4_2 == (__builtin_cpu_supports("sse4.2") != 0));
+  CHECK(found.avx2 == (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")));
+  CHECK(found.avx512 == (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")));
+  CHECK(found.avx512_bf16 == (found.avx512 && __builtin_cpu_supports("avx512bf16")));
+  if (found.avx512_bf16) CHECK(instruction_set() == "avx512_bf16");
+}
+#endif
 
 TEST_CASE("types have NumPy's sizes and names") {
   constexpr std::array<std::size_t, kDTypeCount> kSizes = {1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 2, 4, 8};

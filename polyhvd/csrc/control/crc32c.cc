@@ -5,6 +5,8 @@
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
+
+#include "control/cpu_features.h"
 #elif defined(__aarch64__)
 #include <arm_acle.h>
 #include <sys/auxv.h>
@@ -44,7 +46,7 @@ std::uint32_t native(std::span<const std::byte> bytes, std::uint32_t before) noe
     tail = _mm_crc32_u8(tail, static_cast<std::uint8_t>(*at));
   return ~tail;
 }
-bool has_instruction() noexcept { return __builtin_cpu_supports("sse4.2"); }
+bool has_instruction() noexcept { return cpu_features().sse4_2; }
 #elif defined(__aarch64__)
 __attribute__((target("+crc"))) std::uint32_t native(std::span<const std::byte> bytes,
                                                      std::uint32_t before) noexcept {
