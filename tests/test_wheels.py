@@ -212,7 +212,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_source_distribution_has_the_files_of_the_repository(source: Path) -> None:
-    of_the_repository = (".ci/", ".github/", ".gitignore", ".dockerignore", ".pre-commit", "__init__.py")
+    of_the_repository = (".github/", ".gitignore", ".dockerignore", ".pre-commit", "__init__.py")
     names = [name for name in names_in_the_repository() if not name.startswith(of_the_repository)]
     assert [name for name in names if not (source / name).exists()] == []
     assert not list(source.rglob("*.so"))

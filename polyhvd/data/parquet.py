@@ -218,7 +218,10 @@ class FileLoader(Loader):
         """The files and columns, and what all loaders have."""
         return {
             "file": self._files.described(),
-            "column": {field.name: str(field.type) for field in self.schema},
+            "column": {
+                field.name: f"{field.type}{', decoded' * (column.decoder is not None)}"
+                for field, column in zip(self.schema, self._files.columns, strict=True)
+            },
             **super()._described(),
         }
 

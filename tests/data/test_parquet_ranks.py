@@ -113,6 +113,16 @@ def test_file_that_one_rank_does_not_see_is_an_error_of_a_plain_loop_on_every_ra
     assert "ParquetLoader(test_parquet_ranks.py:" in str(raised.value)
 
 
+def test_column_that_one_rank_does_not_decode_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    rows = [np.arange(3).tobytes()] * 12
+    write_parquet({"x": rows}, tmp_path / "x.parquet")
+    loader = ParquetLoader(
+        tmp_path, batch_size=1, decode=None if hvd.rank() == 1 else {"x": lambda data: np.frombuffer(data)}
+    )
+    with pytest.raises(DataError, match=r"column 'x': binary, decoded on rank.* 0.*binary on rank 1"):
+        iterate(loader)
+
+
 def test_file_with_other_rows_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
     folder = folder_of_rank(tmp_path / str(hvd.rank()), 3)
     if hvd.rank() == 1:
