@@ -9,7 +9,7 @@
 
 namespace polyhvd {
 
-/// Groups of extensions, as kernels need them.
+// Groups of extensions, as kernels need them.
 struct CpuFeatures {
   bool sse4_2 = false;
   bool avx2 = false;         // and F16C
@@ -17,7 +17,7 @@ struct CpuFeatures {
   bool avx512_bf16 = false;  // and avx512
 };
 
-/// Asks the processor: Intel's Software Developer's Manual, volume 1, chapter 14 and 15.
+// Asks the processor: Intel's Software Developer's Manual, volume 1, chapters 14 and 15.
 inline CpuFeatures cpu_features() noexcept {
   CpuFeatures found;
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
