@@ -166,17 +166,17 @@ def _below(given: list[Path]) -> Iterator[Path]:
 def _programs(version: str) -> Iterator[str]:
     """The installed Pythons of a version."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    if found := shutil.which(f"python{version}"):
-        yield found
-    yield from map(str, sorted(pyenv.glob(f"{version}.*/bin/python{version}")))
+    programs = [shutil.which(f"python{version}"), *map(str, pyenv.glob(f"{version}.*/bin/python{version}"))]
+    for program in filter(None, programs):
+        if subprocess.run([program, "-c", ""], capture_output=True).returncode == 0:  # a shim may fail
+            yield program
 
 
 def _installed(version: str) -> Iterator[Path]:
     print_include = "import sysconfig; print(sysconfig.get_paths()['include'])"
     for program in _programs(version):
-        done = subprocess.run([program, "-c", print_include], capture_output=True, text=True)
-        if done.returncode == 0:
-            yield Path(done.stdout.strip())
+        done = subprocess.run([program, "-c", print_include], capture_output=True, text=True, check=True)
+        yield Path(done.stdout.strip())
     yield Path("/usr/include") / f"python{version}"
 
 
