@@ -16,13 +16,27 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["receive", "send"]
+__all__ = ["UnreadableError", "receive", "send"]
 
 #: Number of the message, bytes of the memory, parts in it.
 _HEADER = struct.Struct("<qqq")
 _LENGTH = struct.Struct("<q")
 _REFUSED_S = 0.005
 _ALIGNMENT = 64  # of arrays, for vector instructions
+
+
+class UnreadableError(Exception):
+    """A message has arrived, and its object cannot be made of it.
+
+    Args:
+        number: of the message.
+        reason: the error.
+    """
+
+    def __init__(self, number: int, reason: Exception) -> None:
+        super().__init__(number, reason)
+        self.number = number
+        self.reason = reason
 
 
 def send(
@@ -73,17 +87,20 @@ def receive(connection: socket.socket) -> tuple[int, Any, int]:
 
     Raises:
         EOFError: the other process has ended.
-        RuntimeError: this process has too many open files.
+        UnreadableError: the object cannot be unpickled, or this process has too many open files or no memory.
     """
     header, descriptors, _, _ = socket.recv_fds(connection, _HEADER.size, 1)
     if not header:
         raise EOFError("the other process has ended")
     number, size, count = _HEADER.unpack(header)
     if not descriptors:
-        raise RuntimeError("this process has too many open files (ulimit -n) to receive another one")
+        text = "this process has too many open files (ulimit -n) to receive another one"
+        raise UnreadableError(number, RuntimeError(text))
     (memory,) = descriptors
     try:
         view = memoryview(mmap.mmap(memory, size))
+    except OSError as error:
+        raise UnreadableError(number, error) from error
     finally:
         os.close(memory)
     parts, end = [], 0
@@ -91,4 +108,8 @@ def receive(connection: socket.socket) -> tuple[int, Any, int]:
         begin = end + -end % _ALIGNMENT
         end = begin + length
         parts.append(view[begin:end])
-    return number, pickle.loads(parts[0], buffers=parts[1:]), size
+    try:
+        return number, pickle.loads(parts[0], buffers=parts[1:]), size
+    except Exception as error:
+        text = f"an object from another process cannot be unpickled, which workers= needs: {error!r}"
+        raise UnreadableError(number, TypeError(text)) from error

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
-from polyhvd.data.handover import receive, send
-from polyhvd.data.remote_errors import RemoteError
+from polyhvd.data.handover import UnreadableError, receive, send
+from polyhvd.data.remote_errors import RemoteError, pack
 from polyhvd.errors import DataError
 from polyhvd.runtime import current
 
@@ -91,13 +91,20 @@ class Workers:
         """Send a task to the process that has the fewest. Only one thread may call it.
 
         It waits while that process has as many tasks as its connection takes.
+
+        Raises:
+            DataError: this process has too many open files or no memory.
         """
         world = current.find()
         with self._lock:
             worker = min(self._workers, key=lambda worker: worker.pending)
             worker.pending += 1
         self._submitted += 1
-        worker.send(self._submitted, (None if world is None else world.placement, arguments))
+        try:
+            worker.send(self._submitted, (None if world is None else world.placement, arguments))
+        except BaseException:
+            self._count_result(worker, 0)
+            raise
         return Task(self, worker, self._submitted)
 
     def close(self) -> None:
@@ -170,8 +177,18 @@ class _Worker:
             )
 
     def send(self, number: int, value: Any) -> None:
-        with self._sending, suppress(OSError):  # it has ended, which the next receive() reports
-            send(self.connection, number, value)
+        with self._sending, suppress(ConnectionError):  # it has ended, which the next receive() reports
+            if self.connection.fileno() < 0:  # closed; the same
+                return
+            try:
+                send(self.connection, number, value)
+            except ConnectionError:
+                raise
+            except OSError as error:
+                raise DataError(
+                    f"{self._name} (process {self.process.pid}) cannot get the rows of a batch: {error}; "
+                    "raise the limit of open files (ulimit -n) or of memory of this process"
+                ) from error
 
     def receive(self) -> tuple[int, Any, int]:
         poll, stopped_s = select.poll(), 0.0
@@ -191,12 +208,18 @@ class _Worker:
                     )
             else:
                 try:
-                    return receive(self.connection)
+                    return self._received()
                 except ConnectionError:  # it has ended, with tasks; results from before can still be read
-                    return receive(self.connection)
+                    return self._received()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
         raise DataError(f"{self._name} (process {self.process.pid}) {self._how_ended()}")
+
+    def _received(self) -> tuple[int, Any, int]:
+        try:
+            return receive(self.connection)
+        except UnreadableError as error:
+            return error.number, pack(error.reason), 0
 
     def close(self) -> None:
         """Wait until the process has ended, which it does soon, or end it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +331,60 @@ def test_result_that_cannot_be_sent_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(TypeError, match=r"what transform returned cannot be pickled.*lock"):
         next(iter(loader_of(written(tmp_path), transform=locked)))
+
+
+class Unreadable:
+    """Can be pickled, but not unpickled."""
+
+    def __init__(self, *how: Any) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        return self.how
+
+
+@pytest.mark.parametrize("how", [(len, ()), (int, ("x",))])
+def test_result_that_cannot_be_received_is_an_error(tmp_path: Path, how: tuple[Any, ...]) -> None:
+    loader = loader_of(
+        written(tmp_path),
+        transform=lambda batch: {"x": batch["x"], "it": Unreadable(*how) if 4 in batch["x"] else 0},
+        shuffle=False,
+    )
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(TypeError, match=r"cannot be unpickled, which workers= needs: \w+Error"):
+        next(batches)
+
+
+@contextmanager
+def no_further_file() -> Iterator[list[int]]:
+    """The process cannot open files; closing those that are yielded allows as many."""
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        yield taken
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def test_task_that_cannot_be_sent_or_received_is_an_error() -> None:
+    workers = Workers(1, lambda number: number + 1)
+    assert workers.submit((1,)).result() == 2
+    with no_further_file() as taken:
+        with pytest.raises(DataError, match=r"worker 1 of 1 .* cannot get the rows .*Too many open files"):
+            workers.submit((2,))
+        os.close(taken.pop())  # for the memory of the task
+        task = workers.submit((3,))
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+        with pytest.raises(RuntimeError, match="too many open files"):
+            task.result()
+    assert workers.submit((4,)).result() == 5
+    workers.close()
 
 
 @pytest.mark.parametrize("where", ["attribute", "argument"])
