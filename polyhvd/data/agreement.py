@@ -84,7 +84,7 @@ class Agreement:
         self._name = ""
         self._handle: Any = None
         self._begun_at = 0.0  # when the checksum was sent, by time.monotonic(); 0: it was reported since
-        self._text = b""  # what the checksum is of, until it is compared: positions move
+        self._text = b""  # compressed, what the checksum is of, until it is compared: positions move
         #: Once it is known that ranks differ: their descriptions on the way, and the ranks by what they have.
         self._difference: tuple[Any, dict[int, int], list[list[int]]] | None = None
 
@@ -121,9 +121,11 @@ class Agreement:
             number = begun[self._key]
         self._world, self._difference = weakref.ref(world), None
         self._name = f"{_PREFIX}{self._label}.{self._key}.{number}"
-        self._text = self._packed()
+        items = [[heading, list(texts.items())] for heading, texts in self._describe().items()]
+        text = json.dumps(items).encode()
+        self._text = zlib.compress(text, 1)  # libraries of zlib compress differently
         numbers = np.array([[world.placement.rank, len(self._text)]], "<i8").view(np.uint8)
-        digest = np.frombuffer(hashlib.sha256(self._text).digest(), np.uint8)[None]
+        digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)[None]
         row = np.concatenate([numbers, digest], axis=1)
         self._handle = world.numpy.allgather_async(row, name=self._name)
         self._begun_at = time.monotonic()
@@ -142,10 +144,6 @@ class Agreement:
                 world.placement.size,
                 waited_s,
             )
-
-    def _packed(self) -> bytes:
-        items = [[heading, list(texts.items())] for heading, texts in self._describe().items()]
-        return zlib.compress(json.dumps(items).encode(), 1)
 
     def _compare(self, world: World, rows: Any) -> None:
         digests: dict[bytes, list[int]] = defaultdict(list)

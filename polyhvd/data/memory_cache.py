@@ -25,6 +25,8 @@ _LENGTH = Struct("<q")
 _GET, _PUT, _MISSING = b"g", b"p", -1
 _PEER = Struct("3i")  # process, user and group of the other end
 _TIMEOUT_S = 5.0
+#: How often, and after how long, a process asks again for one that begins to have the cache.
+_TRIES, _RETRY_S = 20, 0.02
 #: After a failure, files are read for so long without asking for the cache.
 _PAUSE_S = 30.0
 
@@ -65,7 +67,10 @@ class MemoryStore(Store):
         self._lock = threading.Lock()
         self._held: list[_Server | socket.socket] = getattr(self, "_held", [])
         for held in self._held:
-            (held.listener if isinstance(held, _Server) else held).close()
+            if isinstance(held, _Server):
+                held.forget()
+            else:
+                held.close()
         self._held.clear()
         self._paused_until = 0.0
 
@@ -107,7 +112,7 @@ class MemoryStore(Store):
         """The server, if this process has it, or else a connection to it."""
         if self._held:
             return self._held[0]
-        for _ in range(10):
+        for _ in range(_TRIES):
             held: _Server | socket.socket
             connection = socket.socket(socket.AF_UNIX)
             try:
@@ -119,7 +124,8 @@ class MemoryStore(Store):
                 connection.close()
                 try:
                     held = _Server(self._name)
-                except OSError:  # another process was faster
+                except OSError:  # another process was faster, and may not listen yet
+                    time.sleep(_RETRY_S)
                     continue
             except BaseException:
                 connection.close()
@@ -179,6 +185,13 @@ class _Server:
         if self._thread is not threading.current_thread():
             self._thread.join(_TIMEOUT_S)
         self.listener.close()
+
+    def forget(self) -> None:
+        """Leave the connections to the parent, in a forked child, in which another thread may have the lock."""
+        atexit.unregister(self.close)
+        self.listener.close()
+        for connection in list(self._connections):
+            connection.close()
 
     def _accept(self) -> None:
         while True:

@@ -6,8 +6,10 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -275,6 +277,7 @@ def test_lock_that_another_process_keeps_is_an_error_after_seconds(tmp_path: Pat
 
 HOLDER = """
 import sys
+import threading
 from polyhvd.data.memory_cache import MemoryStore
 store = MemoryStore(10000, sys.argv[1])
 store.put(sys.argv[2], memoryview(b"of another process"))
@@ -334,6 +337,33 @@ def test_forked_child_uses_the_cache_of_its_parent(name: str) -> None:
         os._exit(0 if found is not None and bytes(found) == b"of the parent" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert bytes(store.get(KEYS[1]) or b"") == b"of the child"
+
+
+def test_forked_child_leaves_the_connections_of_its_parent_when_it_ends(name: str) -> None:
+    program = """
+import os, sys
+from polyhvd.data.memory_cache import MemoryStore
+stores = [MemoryStore(3000, sys.argv[1]) for _ in range(2)]
+for store in stores:
+    store.put("0" * 64, memoryview(b"data"))
+held = list(stores[1]._held)
+child = os.fork()
+if child == 0:
+    sys.exit()
+os.waitpid(child, 0)
+print(bytes(stores[1].get("0" * 64)), stores[1]._held == held)
+"""
+    with python(program, name) as process:
+        assert line_of(process) == "b'data' True"
+
+
+def test_process_that_does_not_listen_yet_is_waited_for(name: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        timer = threading.Timer(0.05, listener.close)
+        timer.start()
+        assert MemoryStore(3000, name).get(KEYS[0]) is None
+        timer.join()
 
 
 def test_no_thread_is_left_of_a_cache_that_is_no_longer_used(name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import zlib
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,14 @@ def test_other_types_of_a_column_are_an_error_on_every_rank(tmp_path: Path) -> N
     loader = ParquetLoader(tmp_path / str(hvd.rank()), batch_size=2)
     with pytest.raises(DataError, match=r"column 'x': int32 on rank.* 0.*; float on rank 1;"):
         iterate(loader)
+
+
+def test_hosts_may_have_other_libraries_of_zlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compress = zlib.compress
+    level = 9 * (hvd.rank() == 1)
+    monkeypatch.setattr("polyhvd.data.agreement.zlib.compress", lambda data, _: compress(data, level))
+    loader = ParquetLoader(folder_of_rank(tmp_path / str(hvd.rank()), 3), batch_size=2)
+    iterate(loader)
 
 
 def test_state_that_only_one_rank_loads_is_an_error_on_every_rank(tmp_path: Path) -> None:
