@@ -187,7 +187,7 @@ class _Server:
         self.listener.close()
 
     def forget(self) -> None:
-        """Leave the connections to the parent, in a forked child, in which another thread may have the lock."""
+        """Leave the connections to the parent, in a forked child. Takes no lock: its threads are gone."""
         atexit.unregister(self.close)
         self.listener.close()
         for connection in list(self._connections):
