@@ -429,10 +429,10 @@ def step(batch):
     os.write(1, b"step %d\\n" % state.weights[0])
     if WAY == "exit" and number == 1 and state.weights[0] == 5:
         sys.exit(0)
-    if WAY == "lose all" and number < 2:
+    if WAY == "lose all" and number < 3:
         pids = hvd.allgather(np.array([os.getpid()]), name="pids")
-        if state.weights[0] == 5:  # one kills both: the other could go back a step if it came later
-            while number == 1:
+        if state.weights[0] == 5:  # one kills all: another could go back a step if it came later
+            while number:
                 time.sleep(1.0)
             for pid in reversed(pids):
                 os.kill(pid, signal.SIGKILL)
@@ -459,14 +459,15 @@ def test_rank_that_is_killed_after_its_training_fails_the_job_once(launcher: Lau
 def test_loss_of_all_that_had_the_state_is_said_and_ends_the_job_unless_told_otherwise(
     launcher: Launcher, policy: str
 ) -> None:
-    options = ("-np", "2", "--min-np", "2", "-H", "localhost:2", "--on-state-lost", policy)
+    options = ("-np", "3", "--min-np", "3", "-H", "localhost:3", "--on-state-lost", policy)
     status, out, err = launcher.run(*options, source=TRAINS.replace("WAY", "'lose all'"))
-    assert "all processes that had the trained state were lost, and there is no checkpoint" in err
+    lost = "all processes that had the trained state were lost, and there is no checkpoint"
     if policy == "fail":
         assert (status, out.count("end")) == (RESUME_STATUS, 0), err
+        assert set(re.findall(rf"rank (\d) generation 2 ERROR: elastic: {lost}", err)) == {"0"}
         assert "--on-state-lost restart to start from step 0" in err
     else:
-        assert (status, out.count("end"), out.count("step 1\n")) == (0, 2, 4), err
+        assert (status, out.count("end"), out.count("step 1\n"), err.count(lost)) == (0, 3, 6, 1), err
 
 
 def test_rank_that_ends_well_in_mid_training_is_named(launcher: Launcher) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from launching import ROOT, Launcher, assert_gone, below, pids, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from polyhvd.launch.hosts.lists import Host
-from polyhvd.launch.job import top
+from polyhvd.launch.job import control, top
 from polyhvd.launch.job.endpoint import Endpoint
 from polyhvd.launch.job.metrics import JobMetrics
 from polyhvd.runtime.metrics import JOB_METRICS, METRICS, PREFIX, table
@@ -317,6 +318,26 @@ def test_top_refuses_invalid_answers_and_shows_no_control_characters() -> None:
     for bad in ({**row, "values": 1}, {**row, "rank": "x"}, {**row, "values": {"slow": []}}, 5):
         with pytest.raises(OSError, match="job 7 has sent an invalid answer"):
             top.page(7, {**found, "reports": [bad]}, 1.0)
+
+
+def test_top_shows_both_jobs_of_a_host(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Launcher(tmp_path)
+    try:
+        for each in (launcher, other):
+            each.start("-np", "1", source="import time; print('up', flush=True); time.sleep(600)")
+        for each in (launcher, other):
+            each.wait_for("up", 1)
+        own = [each.process.pid for each in (launcher, other) if each.process is not None]
+        monkeypatch.setattr(control, "jobs", lambda **_: own)  # and not those of other tests
+        assert top.main(["--once"]) == 0
+        shown = capsys.readouterr().out
+        assert [f"job {pid}, for " in shown for pid in own] == [True, True]
+    finally:
+        if other.process is not None:
+            other.process.kill()
+            other.process.communicate()
 
 
 def test_live_page_is_drawn_on_a_terminal(launcher: Launcher) -> None:
