@@ -191,11 +191,14 @@ def test_mpi_that_is_kept_out_makes_no_world_of_one() -> None:
     assert "one of 4 that Open MPI has started" in result.stderr
 
 
-@pytest.mark.parametrize("environ", [SRUN, TORCHRUN, SAGEMAKER, TF_WORKERS, JSRUN])
-def test_polyhvdrun_starts_jobs_within_other_launchers(environ: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [(SRUN, 2), (TORCHRUN, 2), (SAGEMAKER, 2), (TF_WORKERS, 2), (JSRUN, 2), (TORCHRUN, 1), (OPEN_MPI, 1)],
+)
+def test_polyhvdrun_starts_jobs_within_other_launchers(environ: dict[str, str], size: int) -> None:
     program = "import polyhvd; polyhvd.init(); print('size', polyhvd.size())"
     result = subprocess.run(
-        [sys.executable, "-m", "polyhvd.launch", "-H", "localhost:2", sys.executable, "-c", program],
+        [sys.executable, "-m", "polyhvd.launch", "-H", f"localhost:{size}", sys.executable, "-c", program],
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
@@ -203,4 +206,4 @@ def test_polyhvdrun_starts_jobs_within_other_launchers(environ: dict[str, str]) 
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["[0] size 2", "[1] size 2"]
+    assert sorted(result.stdout.splitlines()) == [f"[{rank}] size {size}" for rank in range(size)]

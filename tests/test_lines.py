@@ -13,12 +13,12 @@ from polyhvd.runtime.world import World
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with World.connect(Settings()) as world:
+    with World(Settings()) as world:
         yield world
 
 
 def test_one_is_in_a_line_and_others_are_in_others(world: World) -> None:
-    with world.line("call", 0), World.connect(Settings()) as another_world:
+    with world.line("call", 0), World(Settings()) as another_world:
         assert not world.line("call", 0).acquire(blocking=False)
         for other in (world.line("call", 1), world.line("another call", 0), another_world.line("call", 0)):
             assert other.acquire(blocking=False)

@@ -47,7 +47,7 @@ class Meeting:
         placement, store = meet_as(launched, generation - 1, time.monotonic() + 20)
         assert store is not None
         with store:
-            return World.connect(settings, placement, store, sets or [], member=member)
+            return World(settings, placement, store, sets or [], member=member)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_the_current_world_is_another_one(meeting: Meeting) -> None:
 
 
 def meeting_of_one(generation: int) -> World:
-    return World.connect(SETTINGS, Placement(generation=generation))
+    return World(SETTINGS, Placement(generation=generation))
 
 
 def test_process_sets_belong_to_their_world(meeting: Meeting) -> None:
@@ -213,7 +213,7 @@ def test_the_path_of_a_dump_after_a_loss_is_a_warning_unless_the_job_is_elastic(
 
 def test_a_world_of_several_needs_a_store() -> None:
     with pytest.raises(ValueError, match="a world of 2 ranks needs a store"):
-        World.connect(SETTINGS, Placement(rank=0, size=2))
+        World(SETTINGS, Placement(rank=0, size=2))
 
 
 def test_settings_that_disagree_are_told_in_every_world(meeting: Meeting) -> None:
@@ -223,7 +223,7 @@ def test_settings_that_disagree_are_told_in_every_world(meeting: Meeting) -> Non
         placement, store = meet_as(launched, 0, time.monotonic() + 20)
         assert store is not None
         with store, pytest.raises(hvd.RankMismatchError) as caught:
-            World.connect(settings, placement, store)
+            World(settings, placement, store)
         return str(caught.value)
 
     assert all("reproducible must be the same on all ranks" in text for text in on_threads(2, rank))

@@ -239,9 +239,9 @@ class Process:
             settings: of this process.
             placement, store: as of :meth:`join`.
             lists: ranks of all process sets.
-            objects: that stand for process sets; see :meth:`World.connect`.
+            objects: that stand for process sets; see :class:`World`.
         """
-        world = World.connect(
+        world = World(
             settings,
             placement,
             store,
@@ -251,13 +251,7 @@ class Process:
             counted=self._counted,
             prologue=self.prologue,
         )
-        try:
-            tracing.begin(world, self.take_timeline())
-            if settings.steps_per_sample(placement.rank, placement.size) > 0:
-                self._autotuner = autotune.begin(world, self._autotuner)
-        except BaseException:
-            world.close()
-            raise
+        self._autotuner = tracing.begin(world, self.take_timeline(), self._autotuner)
         self._settings = settings
         self._entered(world)
         current.enter(world)

@@ -297,7 +297,7 @@ class Autotuner:
             _LOG.warning("autotune: the result cannot be saved: %s", error)
 
 
-def begin(world: World, former: Autotuner | None = None) -> Autotuner:
+def begin(world: World, former: Autotuner | None) -> Autotuner:
     """Have rank 0 tune a world whose settings ask for it.
 
     Args:

@@ -19,6 +19,7 @@ import numpy as np
 
 from polyhvd import _core
 from polyhvd.collectives.adapter import OpKind
+from polyhvd.observe import autotune
 from polyhvd.observe.files import claimed
 from polyhvd.runtime.world import World
 
@@ -53,15 +54,36 @@ class Carried:
     file_path: str
 
 
-def begin(world: World, carried: Carried | None = None) -> None:
-    """Describe this rank to its engine, and continue its timeline, or start one if a setting asks for it.
+def begin(
+    world: World, carried: Carried | None = None, tuner: autotune.Autotuner | None = None
+) -> autotune.Autotuner | None:
+    """Describe this rank to its engine, continue or start its timeline, and tune, as its settings ask for it.
 
-    Called by ``init()`` on all ranks: with several hosts it compares their clocks.
+    All ranks call it when they have entered a world: with several hosts it compares their clocks.
 
     Args:
-        world: that this process has entered.
+        world: that this process has entered; closed if this fails.
         carried: its timeline, of the last world.
+        tuner: its autotuner, of the last world.
+
+    Returns:
+        The autotuner for the next world.
     """
+    try:
+        _describe(world)
+        if carried is not None:
+            world.engine.take_over_timeline(carried.file)
+            world.timeline, world.timeline_is_carried = carried.file_path, True
+        elif world.settings.timeline and world.settings.timeline.upper() != DYNAMIC:
+            start_timeline(world, world.settings.timeline, world.settings.timeline_mark_cycles)
+        tunes = world.settings.steps_per_sample(world.placement.rank, world.placement.size) > 0
+        return autotune.begin(world, tuner) if tunes else tuner
+    except BaseException:
+        world.close()
+        raise
+
+
+def _describe(world: World) -> None:
     offset_ns, error_ns = _measure_clock(world) if len(set(world.hosts)) > 1 else (0, 0)
     header = {
         "rank": world.placement.rank,
@@ -75,12 +97,6 @@ def begin(world: World, carried: Carried | None = None) -> None:
         "clock_error_ns": error_ns,
     }
     world.engine.set_header(json.dumps(header))
-    settings = world.settings
-    if carried is not None:
-        world.engine.take_over_timeline(carried.file)
-        world.timeline, world.timeline_is_carried = carried.file_path, True
-    elif settings.timeline and settings.timeline.upper() != DYNAMIC:
-        start_timeline(world, settings.timeline, settings.timeline_mark_cycles)
 
 
 def start_timeline(world: World, file_path: str, mark_cycles: bool) -> None:

@@ -33,7 +33,6 @@ __all__ = [
     "MpiJob",
     "checked_ranks",
     "finish",
-    "is_asked_for",
     "is_communicator",
     "join",
     "open_library",
@@ -53,25 +52,6 @@ _REPORT_AFTER_S = 10.0  # of a wait for MPI that may be a user's mistake
 
 
 # Finding ---------------------------------------------------------------------
-
-
-def is_asked_for(settings: Settings, comm: object, *, launched: bool) -> bool:
-    """Return whether the ranks of this process's job are to be learnt from MPI.
-
-    Args:
-        settings: of this process.
-        comm: what ``init()`` was given.
-        launched: polyhvdrun has started this process.
-    """
-    if is_communicator(comm) or settings.controller == "mpi":
-        return True
-    if settings.moves_by_mpi:
-        return True
-    launch = mpi_launch()
-    if launched or settings.controller == "gloo" or launch is None:
-        return False
-    # Cluster schedulers set the same for single programs that do not use MPI.
-    return launch.size != 1 or isinstance(probe(settings), Found)
 
 
 def places(settings: Settings) -> list[str]:

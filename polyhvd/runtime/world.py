@@ -20,7 +20,6 @@ from polyhvd.config import Settings
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.rendezvous.store import Store
 from polyhvd.runtime import bootstrap, current, gpu, mpi
-from polyhvd.runtime.connections import Connections
 from polyhvd.runtime.mailbox_thread import MailboxThread
 from polyhvd.runtime.placement import ONE_RANK, Placement
 from polyhvd.runtime.prologue import Prologue
@@ -50,24 +49,50 @@ class Member(Protocol):
 
 
 class World:
-    """Connections, engine, process sets and settings of one generation. Made by :meth:`connect`.
+    """Connections, engine, process sets and settings of one generation: an engine that runs with other ranks.
 
     Thread-safe. Usable as a context manager, which closes it.
+
+    Args:
+        settings: those that must agree are compared with the other ranks'.
+        placement: this rank's place, with the generation, which distinguishes this bootstrap from others.
+        store: where all ranks of the placement's generation meet; None: a world of one. It stays the
+            caller's, and is not needed any more when the world is there.
+        process_sets: ranks of the process sets 1, 2, ..., the same on every rank.
+        objects: that stand for process sets, each with its number; None: that process set is lost.
+        met_by_mpi: how MPI knows these ranks, if they have met through it.
+        member: the number of this process in its elastic job; None: the job is not elastic.
+        counted: what this process has counted in former worlds of that job.
+        prologue: of that job.
+
+    Raises:
+        ConfigError: the settings cannot work.
+        PeerLostError: other ranks did not come within ``settings.start_timeout_s``; they are named.
+        RankMismatchError: ranks disagree on the process sets, the size or settings.
+        HorovodInternalError: another rank failed meanwhile, or the store is gone.
+
+    Example::
+
+        with World(Settings(), placement, store) as world:
+            world.numpy.allreduce(np.ones(3))
     """
 
     def __init__(
         self,
         settings: Settings,
-        placement: Placement,
-        connections: Connections,
+        placement: Placement = ONE_RANK,
+        store: Store | None = None,
+        process_sets: Sequence[Sequence[int]] = (),
+        objects: Iterable[tuple[int | None, Member]] = (),
         *,
-        job: str,
         met_by_mpi: mpi.MpiJob | None = None,
         member: int | None = None,
         counted: Mapping[str, int] | None = None,
         prologue: Prologue | None = None,
     ) -> None:
-        """Run an engine on connections, which it takes over; see :meth:`connect`."""
+        settings.engine_core(placement.local_rank, placement.local_size)  # may raise
+        listed = [list(ranks) for ranks in process_sets]
+        connections = bootstrap.connect(settings, placement, store, listed)
         self.settings = settings
         self.placement = placement
         #: The host of each rank, as launchers call it.
@@ -112,7 +137,7 @@ class World:
                 settings,
                 placement,
                 self._mailbox_thread.mailbox,
-                job=job,
+                job=f"process-{os.getpid()}" if store is None else store.job,
                 nccl_libraries=gpu.nccl_libraries(settings) if settings.may_use_nccl else (),
                 mpi=None if mpi_job is None else mpi_job.communicator,
             )
@@ -120,64 +145,10 @@ class World:
             self._mailbox_thread.close()
             raise
         _worlds.add(self)
-
-    @classmethod
-    def connect(
-        cls,
-        settings: Settings,
-        placement: Placement = ONE_RANK,
-        store: Store | None = None,
-        process_sets: Sequence[Sequence[int]] = (),
-        objects: Iterable[tuple[int | None, Member]] = (),
-        *,
-        met_by_mpi: mpi.MpiJob | None = None,
-        member: int | None = None,
-        counted: Mapping[str, int] | None = None,
-        prologue: Prologue | None = None,
-    ) -> World:
-        """Meet the other ranks of a generation, and run an engine with them.
-
-        Args:
-            settings: those that must agree are compared with the other ranks'.
-            placement: this rank's place, with the generation, which distinguishes this bootstrap from others.
-            store: where all ranks of the placement's generation meet; None: a world of one. It stays the
-                caller's, and is not needed any more when this returns.
-            process_sets: ranks of the process sets 1, 2, ..., the same on every rank.
-            objects: that stand for process sets, each with its number; None: that process set is lost.
-            met_by_mpi: how MPI knows these ranks, if they have met through it.
-            member: the number of this process in its elastic job; None: the job is not elastic.
-            counted: what this process has counted in former worlds of that job.
-            prologue: of that job.
-
-        Raises:
-            ConfigError: the settings cannot work.
-            PeerLostError: other ranks did not come within ``settings.start_timeout_s``; they are named.
-            RankMismatchError: ranks disagree on the process sets, the size or settings.
-            HorovodInternalError: another rank failed meanwhile, or the store is gone.
-
-        Example::
-
-            with World.connect(Settings(), placement, store) as world:
-                world.numpy.allreduce(np.ones(3))
-        """
-        settings.engine_core(placement.local_rank, placement.local_size)  # may raise
-        listed = [list(ranks) for ranks in process_sets]
-        connections = bootstrap.connect(settings, placement, store, listed)
-        world = cls(
-            settings,
-            placement,
-            connections,
-            job=f"process-{os.getpid()}" if store is None else store.job,
-            met_by_mpi=met_by_mpi,
-            member=member,
-            counted=counted,
-            prologue=prologue,
-        )
         for number, item in objects:
             item.ranks = listed[number - 1] if number else []
             if number:
-                world.register(item, number)
-        return world
+                self.register(item, number)
 
     def __enter__(self) -> World:
         return self

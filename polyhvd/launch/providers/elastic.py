@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 
 from polyhvd.config import ConfigError, Launched, Settings
-from polyhvd.elastic.process import become_member
+from polyhvd.elastic.process import become_member, find
 from polyhvd.launch.providers.meeting import given_secret
-from polyhvd.launch.providers.provider import Claim, Met
+from polyhvd.launch.providers.provider import Claim, Met, Provider
 
 __all__ = ["MemberProvider", "visible_gpus"]
 
@@ -32,7 +32,7 @@ def _listed(devices: str) -> list[str]:
     return list(filter(None, devices.split(",")))
 
 
-class MemberProvider:
+class MemberProvider(Provider):
     """See :class:`polyhvd.launch.providers.provider.Provider`.
 
     Programs choose a GPU by their local rank, which the first place says. So the first place also determines
@@ -48,7 +48,6 @@ class MemberProvider:
     """
 
     name = "polyhvdrun"
-    within: frozenset[str] = frozenset()
 
     def __init__(self, launched: Launched, gpus: tuple[Sequence[str], Sequence[str]] | None = None) -> None:
         self._launched, self._secret = launched, given_secret(launched)
@@ -76,4 +75,12 @@ class MemberProvider:
             visible = visible_gpus(self._own_gpus, self._gpus, placement.local_rank)
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
             self._gpus = []  # CUDA reads the variable once
-        return Met(placement, store)
+        return Met(placement, store, member=process)
+
+    def may_try_again(self, reason: str) -> bool:
+        """Return whether the launcher has given this process a place: others may die while they meet."""
+        member = find()
+        if member is None or member.launcher.reply.generation == 0:
+            return False
+        member.fail(reason)
+        return True

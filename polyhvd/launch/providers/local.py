@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.providers.meeting import given_secret
-from polyhvd.launch.providers.provider import Claim, Met, shown
+from polyhvd.launch.providers.provider import Claim, Met, Provider, shown
 from polyhvd.launch.providers.torchrun import TorchrunProvider
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.store import Store, StoreError
@@ -22,7 +22,7 @@ __all__ = ["AloneProvider", "PolyhvdrunProvider", "meet_as"]
 _SHOWN = ("POLYHVD_RANK", "POLYHVD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "POLYHVD_RENDEZVOUS")
 
 
-class PolyhvdrunProvider:
+class PolyhvdrunProvider(Provider):
     """See :class:`polyhvd.launch.providers.provider.Provider`."""
 
     name = "polyhvdrun"
@@ -36,16 +36,29 @@ class PolyhvdrunProvider:
             return None
         return Claim(launched.rank, launched.size, launched.local_rank, seen=shown(environ, *_SHOWN))
 
+    def for_job(self, claim: Claim | None, settings: Settings, comm: object) -> Provider:
+        """The provider of an elastic job's members in such a job, else this one."""
+        launched = Launched.from_environment()
+        if launched.member is None:
+            return super().for_job(claim, settings, comm)
+        from polyhvd.launch.providers.elastic import MemberProvider  # no other job needs it
+
+        return MemberProvider(launched).for_job(claim, settings, comm)
+
     def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """The place in the launcher's variables, and the store that the launcher serves."""
-        return Met(*meet_as(Launched.from_environment(), after, deadline))
+        placement, store = meet_as(Launched.from_environment(), after, deadline)
+        return Met(placement, store, may_be_mistaken=claim is None)
 
 
-class AloneProvider:
+class AloneProvider(Provider):
     """A world of one rank on purpose, whatever the environment says: ``POLYHVD_ALONE=1``."""
 
     name = "POLYHVD_ALONE"
-    within: frozenset[str] = frozenset()
+
+    def is_requested(self, settings: Settings, comm: object) -> bool | None:
+        """Return whether the settings request it."""
+        return settings.alone and comm is None
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """None: the settings request it."""

@@ -15,15 +15,13 @@ import secrets
 import select
 import stat
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
 from polyhvd.launch import sagemaker
-from polyhvd.launch.providers.provider import Claim, Met
+from polyhvd.launch.providers.provider import Claim, Met, Provider
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import parse_secret
 from polyhvd.rendezvous.client import ConnectedStore
@@ -119,20 +117,14 @@ def exposed_secret(launched: Launched) -> str:
     return ""
 
 
-class MeetingProvider(ABC):
+class MeetingProvider(Provider):
     """A provider whose ranks meet at a store of rank 0's. A subclass finds the rank of this process.
 
     See :class:`polyhvd.launch.providers.provider.Provider`.
     """
 
-    name = ""
-    within: frozenset[str] = frozenset()
     #: Where a user gives the ranks of such a job a secret.
     secret_hint = "before the ranks are started, on every host"
-
-    @abstractmethod
-    def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """Return whether this process is a rank of such a job."""
 
     def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """Find rank 0, and agree on the hosts of all ranks."""

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from polyhvd.config import MPI_LAUNCHERS, MpiLaunch, Settings, mpi_launch
 from polyhvd.errors import HorovodInternalError
-from polyhvd.launch.providers.provider import Claim, Met, readable
+from polyhvd.launch.providers.local import PolyhvdrunProvider
+from polyhvd.launch.providers.provider import Claim, Met, Provider, readable
 from polyhvd.rendezvous.auth import parse_secret
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.store import StoreError
@@ -18,7 +19,7 @@ from polyhvd.runtime import mpi
 __all__ = ["MpiProvider"]
 
 
-class MpiProvider:
+class MpiProvider(Provider):
     """See :class:`polyhvd.launch.providers.provider.Provider`.
 
     Args:
@@ -32,6 +33,12 @@ class MpiProvider:
     def __init__(self, comm: object = None, ranks: Sequence[int] | None = None) -> None:
         self._comm, self._ranks = comm, ranks
 
+    def is_requested(self, settings: Settings, comm: object) -> bool | None:
+        """Return whether settings or a communicator request it; POLYHVD_CONTROLLER=gloo excludes it."""
+        if mpi.is_communicator(comm) or settings.controller == "mpi" or settings.moves_by_mpi:
+            return True
+        return False if settings.controller == "gloo" else None
+
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """That a launcher which speaks MPI's protocols has started this process.
 
@@ -44,11 +51,24 @@ class MpiProvider:
             return None
         return Claim(launch.rank, launch.size or None, seen=launch.seen)
 
+    def for_job(self, claim: Claim | None, settings: Settings, comm: object) -> Provider:
+        """MPI with these ranks; a world of one rank if a single process was started, and there is no MPI."""
+        if (
+            claim is not None
+            and claim.size == 1  # cluster schedulers set it also for programs that do not use MPI
+            and not isinstance(mpi.probe(settings), mpi.Found)
+        ):
+            return PolyhvdrunProvider().for_job(None, settings, comm)
+        if comm is None or mpi.is_communicator(comm):
+            return MpiProvider(comm)
+        return MpiProvider(ranks=mpi.checked_ranks(comm))
+
     def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """Get this rank's place from MPI, and the rendezvous from MPI's rank 0."""
         job = mpi.join(settings, self._comm, self._ranks, after=after)
         if job.endpoint == "":
-            return Met(job.placement, None, job)
+            is_whole = self._comm is None and self._ranks is None
+            return Met(job.placement, None, job, may_be_mistaken=is_whole)
         try:
             store = Client(
                 job.endpoint,

@@ -7,15 +7,18 @@ torchrun's environment without a host.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from polyhvd.config import ConfigError, Settings
+from polyhvd.errors import InvalidArgumentError
 from polyhvd.rendezvous.store import Store
 from polyhvd.runtime.placement import Placement
 
 if TYPE_CHECKING:
+    from polyhvd.elastic.process import Process
     from polyhvd.runtime.mpi import MpiJob
 
 __all__ = ["Claim", "Met", "Provider", "number", "readable", "shown"]
@@ -48,16 +51,28 @@ class Met(NamedTuple):
     store: Store | None
     #: How MPI knows the ranks, if they have met through it.
     by_mpi: MpiJob | None = None
+    #: This process in its elastic job.
+    member: Process | None = None
+    #: Whether a world of one rank may be a mistake.
+    may_be_mistaken: bool = False
 
 
-class Provider(Protocol):
+class Provider(ABC):
     """A kind of job, as its ranks see it."""
 
     #: As users call it: "polyhvdrun", "Slurm".
-    name: str
+    name = ""
     #: Names of others whose processes may start such a job, so that its ranks inherit their variables.
-    within: frozenset[str]
+    within: frozenset[str] = frozenset()
 
+    def is_requested(self, settings: Settings, comm: object) -> bool | None:
+        """Return whether settings or ``init(comm=...)`` request such a job, whatever the environment says.
+
+        False: they exclude it. None: the environment decides.
+        """
+        return None
+
+    @abstractmethod
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """Return whether this process is a rank of such a job. Pure: recorded environments test it.
 
@@ -65,6 +80,25 @@ class Provider(Protocol):
             ConfigError: it is one, and its variables cannot be read.
         """
 
+    def for_job(self, claim: Claim | None, settings: Settings, comm: object) -> Provider:
+        """The provider of this process's job, for all attempts of an ``init()`` to enter it.
+
+        Args:
+            claim: the result of :meth:`detect`; None: it was not asked.
+            settings: of this process.
+            comm: as ``init()`` takes it.
+
+        Raises:
+            ConfigError: the environment cannot work.
+            InvalidArgumentError: such a job does not accept ``comm``.
+        """
+        if comm is not None:
+            raise InvalidArgumentError(
+                f"init(comm={comm!r}): a list of ranks needs a job that MPI has started; use a ProcessSet"
+            )
+        return self
+
+    @abstractmethod
     def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """Find the job's store, and this rank's place; no store in a world of one.
 
@@ -80,6 +114,14 @@ class Provider(Protocol):
             PeerLostError: other ranks did not connect in time.
             RankMismatchError: ranks have different sizes.
         """
+
+    def may_try_again(self, reason: str) -> bool:
+        """Return whether there is another world to enter, after a rank was lost in the attempt to enter one.
+
+        Args:
+            reason: of the failure.
+        """
+        return False
 
 
 def number(environ: Mapping[str, str], name: str) -> int | None:

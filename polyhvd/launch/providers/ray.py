@@ -37,7 +37,7 @@ class Assignment:
     secret: str = field(repr=False)
 
 
-class RayProvider:
+class RayProvider(Provider):
     """See :class:`polyhvd.launch.providers.provider.Provider`.
 
     Args:
@@ -98,6 +98,12 @@ class RayProvider:
             return None
         place = self._given.placement
         return Claim(place.rank, place.size, place.local_rank, seen="the driver has assigned it")
+
+    def for_job(self, claim: Claim | None, settings: Settings, comm: object) -> Provider:
+        """The provider of the places of a process of an elastic job, else this one."""
+        if self.elastic is not None:
+            return self.elastic.for_job(claim, settings, comm)
+        return super().for_job(claim, settings, comm)
 
     def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """The place, and the store that rank 0 serves."""
