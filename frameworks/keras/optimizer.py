@@ -12,7 +12,7 @@ from polyhvd.torch.base import collectives
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training import passes
-from polyhvd.training.drift import DriftCheck
+from polyhvd.training.drift import DriftCheck, shapes_of
 from polyhvd.training.keras.optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
 from polyhvd.training.keras.weights import DRIFT_REMEDY, hyperparameters_of, path_of, values_of
 from polyhvd.training.options import Options
@@ -98,6 +98,9 @@ def _reduced(
         else:
             shared = [source for source, stays in zip(sources, local, strict=True) if not stays]
             drift.begin(reducer.prefix, reducer.mapped_values(map(path_of, shared), shared))
+    elif sources is not None and drift.is_first:
+        drift.begin(reducer.prefix, shapes_of(values_of(sources, reducer.are_local(sources))))
+        drift.finish()
     given = {i: torch.as_tensor(g).detach() for i, g in enumerate(gradients) if g is not None}
     reduced = reducer.reduce(given, sources)
     drift.finish()

@@ -165,7 +165,11 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
             )
         self._is_mapped = options.mapping is not None
         self._drift = DriftCheck(
-            "DistributedTrainer", options.process_set, DRIFT_REMEDY, mapping=options.mapping
+            "DistributedTrainer",
+            options.process_set,
+            DRIFT_REMEDY,
+            mapping=options.mapping,
+            reduces_singly=True,
         )
 
     def register_local_var(self, var: Parameter) -> None:

@@ -40,9 +40,11 @@ def hyperparameters_of(optimizer: Any, weights: Iterable[tuple[str, Any] | None]
 def values_of(
     parameters: Iterable[Parameter], local: Container[int] = ()
 ) -> Iterator[tuple[str, Any] | None]:
-    """Name and values of each parameter that is trained; None for others, and for those in ``local``."""
+    """Name and values of each parameter, None for one that is frozen; None in place of those in ``local``."""
     for position, parameter in enumerate(parameters):
-        if position in local or parameter.grad_req == "null" or parameter._data is None:
+        if position in local or parameter._data is None:
             yield None
+        elif parameter.grad_req == "null":
+            yield parameter.name, None
         else:
             yield parameter.name, parameter.list_data()[0].asnumpy()

@@ -115,7 +115,9 @@ def _values_in(group: Mapping[str, Any]) -> dict[str, float]:
 def values_of(
     names: Sequence[str], parameters: Sequence[Tensor], local: Container[int]
 ) -> Iterator[tuple[str, Any] | None]:
-    """Name and bytes of each parameter; None for one that is frozen, sparse, without data, or a rank's own.
+    """Name and bytes of each parameter, None for one that is frozen.
+
+    A parameter that is sparse, without data or a rank's own has None in place of the pair.
 
     Args:
         names: of the parameters.
@@ -124,7 +126,9 @@ def values_of(
     """
     for position, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         is_dense = parameter.layout is torch.strided and not parameter.is_meta
-        if position in local or not parameter.requires_grad or not is_dense:
+        if position in local or not is_dense:
             yield None
+        elif not parameter.requires_grad:
+            yield name, None
         else:
             yield name, parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

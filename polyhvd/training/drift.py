@@ -1,10 +1,12 @@
 """Reports weights that ranks train together and that differ between them, as after a forgotten broadcast.
 
-Learning rates and other hyperparameters travel in the same operation, with their values.
+Learning rates and other hyperparameters travel in the same operation, with their values. If weights differ,
+every rank also sends the names of those that it trains, so that a layer frozen on some ranks is reported.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -26,10 +28,20 @@ from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 from polyhvd.training.mapping import WeightMapping
 
-__all__ = ["HYPERPARAMETERS", "Drift", "DriftCheck", "Hyperparameters", "Weights", "compare_now", "report"]
+__all__ = [
+    "HYPERPARAMETERS",
+    "Drift",
+    "DriftCheck",
+    "Hyperparameters",
+    "Weights",
+    "compare_now",
+    "report",
+    "shapes_of",
+]
 
-#: Name and values of each weight, in the order of the optimizer; None where a weight is not compared.
-Weights = Iterable[tuple[str, NDArray[Any]] | None]
+#: Name and values of each weight, in the order of the optimizer. Values of None: this rank does not train the
+#: weight; None in place of the pair: the weight is not compared.
+Weights = Iterable[tuple[str, NDArray[Any] | None] | None]
 
 #: Hyperparameters that are compared, as reports name them.
 HYPERPARAMETERS = (
@@ -52,7 +64,17 @@ _RELATIVE_MAX = 1e-6
 _VALUES_REMEDY = (
     "set the same value on every rank: a schedule that follows a loss needs the average of all ranks' losses"
 )
+_TRAINED_REMEDY = (
+    "freeze the same weights on every rank, by 'trainable' of Keras, 'requires_grad' of PyTorch or "
+    "'grad_req' of MXNet"
+)
 _MAPPING_REMEDY = "call mapping.broadcast(root_rank=0) before the first step"
+#: In place of a fingerprint: this rank does not train the weight.
+_FROZEN = -1
+#: In place of a position: the row has the number of positions.
+_COUNT = int(np.iinfo(np.int64).min)
+_NAMES_SHOWN = 3
+_STRUCTURE_WAIT_S = 5.0  # of a step that might otherwise wait without end
 _PATIENCE_S = 10.0  # of a rank that leaves, for the other ranks' first step
 _lock = threading.Lock()  # of the next two
 _reporters: list[threading.Thread] = []
@@ -67,20 +89,23 @@ class Drift:
         text: which weights, on which ranks.
         is_reporter: whether this rank is the one of them that logs it.
         remedy: what to do; empty: broadcast weights.
+        is_endless: whether some ranks train more weights than others.
     """
 
     text: str
     is_reporter: bool
     remedy: str = ""
+    is_endless: bool = False
 
 
 class DriftCheck:
     """Compares the weights of one optimizer over its ranks, once in each world.
 
     It is one allgather of 24 bytes per weight and hyperparameter, at a step that every rank of the process
-    set takes. A step waits for it only with ``POLYHVD_CHECK_DRIFT=error``: otherwise a thread reports a later
-    result, and the rank does not leave before. A rank that has called ``join()`` begins no comparison, since
-    it may have missed the step of the others.
+    set takes. If that is the second step, the first one compares the number and shapes of the weights. A step
+    waits for it only with ``POLYHVD_CHECK_DRIFT=error``: otherwise a thread reports a later result, and the
+    rank does not leave before. A rank that has called ``join()`` begins no comparison, since it may have
+    missed the step of the others.
 
     Args:
         call: the optimizer, as the report names it.
@@ -89,6 +114,8 @@ class DriftCheck:
         step: number of the step at which weights are compared.
         mapping: of the weights, where ranks have different frameworks. These round steps differently, so the
             weights are compared in the first one.
+        reduces_singly: whether ranks that train different numbers of weights would wait for each other
+            without end. They get an error instead.
     """
 
     def __init__(
@@ -99,15 +126,23 @@ class DriftCheck:
         *,
         step: int = 1,
         mapping: WeightMapping | None = None,
+        reduces_singly: bool = False,
     ) -> None:
         self._call = call
         self._process_set = process_set
         self._remedy = remedy if mapping is None else _MAPPING_REMEDY
         self._step = step if mapping is None else 1
         self._mapping = mapping
+        self._reduces_singly = reduces_singly
         self._steps_left = self._step
         self._world: weakref.ref[World] | None = None
         self._begun: _Comparison | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the step that was counted last is the first of two in this world."""
+        is_counted = self._step - self._steps_left == 1 and self._steps_left > 0
+        return is_counted and self._mapping is None and _is_compared(current.world(), self._process_set)
 
     @property
     def is_settled(self) -> bool:
@@ -160,28 +195,34 @@ class DriftCheck:
         if self.is_due():
             self.begin(name, weights(), values() if self._mapping is None else {})
             self.finish()
+        elif self.is_first:
+            self.begin(name, shapes_of(weights()))
+            self.finish()
 
     def finish(self) -> None:
         """After the gradients of the step: report what differs, or start a thread that does when it is known.
 
         Raises:
-            RankMismatchError: the weights differ, with ``POLYHVD_CHECK_DRIFT=error``; on every rank.
+            RankMismatchError: the weights differ, with ``POLYHVD_CHECK_DRIFT=error``; on every rank. Or the
+                ranks would wait without end.
         """
         begun, self._begun = self._begun, None
         if begun is None:
             return
-        if begun.raises or begun.is_done():
-            self._report(begun)
+        if begun.raises or begun.is_done(_STRUCTURE_WAIT_S if self._reduces_singly else 0.0):
+            self._report(begun, is_in_step=True)
             return
         reporter = threading.Thread(target=self._report, args=(begun,), name="polyhvd drift", daemon=True)
         with _lock:
             reporter.start()
             _reporters[:] = [*filter(threading.Thread.is_alive, _reporters), reporter]
 
-    def _report(self, begun: _Comparison) -> None:
+    def _report(self, begun: _Comparison, *, is_in_step: bool = False) -> None:
         found = begun.wait()
         if found is not None:
             text = f"{self._call}: {found.text}"
+            if is_in_step and found.is_endless and self._reduces_singly:
+                raise RankMismatchError(f"{text}; {found.remedy}")
             report(begun.world, text, found.remedy or self._remedy, is_reporter=found.is_reporter)
 
 
@@ -194,19 +235,26 @@ class _Comparison:
         self.world = world
         self.raises = world.settings.check_drift == "error"
         self._ranks = world.engine.process_sets()[number]
-        self._names, rows = _fingerprints(world.placement.rank, weights, values)
+        self._rows = _Rows(world, number, name, weights, values)
+        rows = self._rows.array
         self._handle = world.engine.submit(OpKind.ALLGATHER, name, (rows,), None, process_set=number)
 
-    def is_done(self) -> bool:
-        return self._handle.done()
+    def is_done(self, timeout_s: float) -> bool:
+        """Return whether the result is known, which is awaited for so long."""
+        until = time.monotonic() + timeout_s
+        while not self._handle.done():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.001)
+        return True
 
     def wait(self) -> Drift | None:
         """How the weights differ; None if they do not, or if the world has failed."""
         try:
             self._handle.wait()
+            return self._rows.drift(self._handle, self._ranks)
         except HorovodInternalError:
             return None
-        return _drift(self._handle, self.world.placement.rank, self._ranks, self._names)
 
 
 def compare_now(
@@ -234,12 +282,14 @@ def compare_now(
     world, number = among.world or current.world(), process_set_id(among)
     if world.settings.check_drift == "off" or among.size() == 1:
         return None
-    names, rows = _fingerprints(world.placement.rank, weights, values or {})
-    with world.line(name, number):
-        handle = world.engine.submit(OpKind.ALLGATHER, name, (rows,), None, process_set=number, blocking=True)
-        handle.wait()
+    rows = _Rows(world, number, name, weights, values or {})
     ranks = range(world.placement.size) if sharing.ranks is None else sharing.ranks
-    return _drift(handle, world.placement.rank, ranks, names)
+    with world.line(name, number):
+        handle = world.engine.submit(
+            OpKind.ALLGATHER, name, (rows.array,), None, process_set=number, blocking=True
+        )
+        handle.wait()
+        return rows.drift(handle, ranks)
 
 
 def report(world: World, text: str, remedy: str, *, is_reporter: bool) -> None:
@@ -280,57 +330,162 @@ def _is_compared(world: World, process_set: ProcessSet) -> bool:
     return is_known and process_set.size() > 1 and process_set.included()
 
 
-def _fingerprints(
-    rank: int, weights: Weights, values: Hyperparameters
-) -> tuple[dict[int, str], NDArray[np.int64]]:
-    """Names by position, and rows of rank, position and fingerprint: ranks that have joined send no rows.
+def shapes_of(weights: Weights) -> Weights:
+    """The shape of each weight in place of its values."""
+    for weight in weights:
+        if weight is None or weight[1] is None:
+            yield weight
+        else:
+            yield weight[0], np.array(np.shape(weight[1]), dtype=np.int64)
+
+
+class _Rows:
+    """What a rank sends: rows of rank, position and fingerprint. Ranks that have joined send none.
 
     Hyperparameters have negative positions, and their float64 in place of the fingerprint.
     """
-    names: dict[int, str] = {}
-    rows: list[tuple[int, int, int]] = []
-    for position, weight in enumerate(weights):
-        if weight is not None:
-            names[position], array = weight
-            data: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+    def __init__(
+        self, world: World, number: int, name: str, weights: Weights, values: Hyperparameters
+    ) -> None:
+        self._world = world
+        self._number = number
+        self._name = name
+        self._rank = rank = world.placement.rank
+        self._trained: dict[int, str] = {}  # names by position
+        self._excluded: list[int] = []  # positions
+        self._values: dict[int, str] = {}
+        rows: list[tuple[int, int, int]] = []
+        count = 0
+        for position, weight in enumerate(weights):
+            count += 1
+            if weight is None:
+                self._excluded.append(position)
+                continue
+            if weight[1] is None:
+                rows.append((rank, position, _FROZEN))
+                continue
+            self._trained[position] = weight[0]
+            data: Any = np.ascontiguousarray(weight[1]).reshape(-1).view(np.uint8)
             rows.append((rank, position, _core.crc32c(data)))
-    for first, (weight_name, by_name) in values.items():
-        for number, name in enumerate(HYPERPARAMETERS):
-            if name in by_name:
-                position = -1 - (first * len(HYPERPARAMETERS) + number)
-                names[position] = f"the {name} of {weight_name!r}"
-                rows.append((rank, position, int(np.float64(by_name[name]).view(np.int64))))
-    return names, np.array(rows, dtype=np.int64).reshape(-1, 3)
+        if rows:
+            rows.append((rank, _COUNT, count))
+        for first, (weight_name, by_name) in values.items():
+            for order, name_of_value in enumerate(HYPERPARAMETERS):
+                if name_of_value in by_name:
+                    position = -1 - (first * len(HYPERPARAMETERS) + order)
+                    self._values[position] = f"the {name_of_value} of {weight_name!r}"
+                    rows.append((rank, position, int(np.float64(by_name[name_of_value]).view(np.int64))))
+        self.array = np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+    def drift(self, handle: Any, ranks: Sequence[int]) -> Drift | None:
+        """Which of the gathered fingerprints of some ranks differ; None if none do.
+
+        Raises:
+            HorovodInternalError: a rank was lost.
+        """
+        gathered = np.frombuffer(memoryview(handle.buffers()[0]), dtype=np.int64).reshape(-1, 3)
+        weights: dict[int, dict[int, int]] = {}
+        values: dict[int, dict[int, float]] = {}
+        for rank, position, fingerprint in gathered.tolist():
+            if rank not in ranks:
+                continue
+            if position < 0 and position != _COUNT:
+                value = float(np.int64(fingerprint).view(np.float64))
+                values.setdefault(-position, {})[rank] = value
+            else:
+                weights.setdefault(position, {})[rank] = fingerprint
+        counts = weights.pop(_COUNT, {})
+        different = sorted(
+            position for position, by_rank in weights.items() if len(set(by_rank.values())) > 1
+        )
+        trained: dict[int, dict[int, str]] = {}
+        if different or len(set(counts.values())) > 1:
+            trained = self._names_of_ranks(ranks)
+            text = _training_difference(trained)
+            if text:  # the cause of all else
+                is_endless = len({frozenset(names) for names in trained.values()}) > 1
+                return Drift(text, self._rank == min(counts), _TRAINED_REMEDY, is_endless)
+        unequal = [position for position in sorted(values) if _are_unequal(values[position].values())]
+        if unequal:  # the cause of other weights
+            first = unequal[0]
+            name = self._values.get(-first, f"the {HYPERPARAMETERS[(first - 1) % len(HYPERPARAMETERS)]}")
+            text = f"{name} differs between ranks: {_by_value(values[first])}"
+            return Drift(text, is_reporter=self._rank == min(values[first]), remedy=_VALUES_REMEDY)
+        if not different:
+            return None
+        first = different[0]
+        number = sum(set(by_rank.values()) != {_FROZEN} for by_rank in weights.values())
+        text = (
+            f"{len(different)} of {number} weights differ between ranks, the first is "
+            f"{self._trained.get(first, f'number {first}')!r}: {_sides(weights[first])}"
+        )
+        root = min(weights[first])
+        other = next(rank for rank, each in weights[first].items() if each != weights[first][root])
+        its_name = trained.get(other, {}).get(first)
+        if its_name != trained.get(root, {}).get(first):
+            text += f"; rank {other} calls it {its_name!r}"
+        return Drift(text, is_reporter=self._rank == min(weights[first]))
+
+    def _names_of_ranks(self, ranks: Sequence[int]) -> dict[int, dict[int, str]]:
+        """Names of the weights that each rank trains, by position; every rank makes this call, or none."""
+        packed = json.dumps([self._rank, list(self._trained.items()), self._excluded]).encode() + b"\n"
+        sent = np.frombuffer(packed, dtype=np.uint8)
+        name = f"{self._name}.names"
+        handle = self._world.engine.submit(OpKind.ALLGATHER, name, (sent,), None, process_set=self._number)
+        handle.wait()
+        received = [json.loads(line) for line in bytes(memoryview(handle.buffers()[0])).splitlines()]
+        received = sorted(each for each in received if each[0] in ranks)
+        excluded = {position for each in received for position in each[2]}
+        return {
+            rank: {position: name for position, name in names if position not in excluded}
+            for rank, names, _ in received
+        }
 
 
-def _drift(handle: Any, own_rank: int, ranks: Sequence[int], names: Mapping[int, str]) -> Drift | None:
-    """Which of the gathered fingerprints of some ranks differ; None if none do."""
-    rows = np.frombuffer(memoryview(handle.buffers()[0]), dtype=np.int64).reshape(-1, 3)
-    weights: dict[int, dict[int, int]] = {}
-    values: dict[int, dict[int, float]] = {}
-    for rank, position, fingerprint in rows.tolist():
-        if rank not in ranks:
-            continue
-        if position < 0:
-            value = float(np.int64(fingerprint).view(np.float64))
-            values.setdefault(-position, {})[rank] = value
-        else:
-            weights.setdefault(position, {})[rank] = fingerprint
-    unequal = [position for position in sorted(values) if _are_unequal(values[position].values())]
-    if unequal:  # the cause of other weights
-        first = unequal[0]
-        name = names.get(-first, f"the {HYPERPARAMETERS[(first - 1) % len(HYPERPARAMETERS)]}")
-        text = f"{name} differs between ranks: {_by_value(values[first])}"
-        return Drift(text, is_reporter=own_rank == min(values[first]), remedy=_VALUES_REMEDY)
-    different = sorted(position for position, by_rank in weights.items() if len(set(by_rank.values())) > 1)
-    if not different:
-        return None
-    first = different[0]
-    text = (
-        f"{len(different)} of {len(weights)} weights differ between ranks, the first is "
-        f"{names.get(first, f'number {first}')!r}: {_sides(weights[first])}"
-    )
-    return Drift(text, is_reporter=own_rank == min(weights[first]))
+def _training_difference(by_rank: Mapping[int, Mapping[int, str]]) -> str:
+    """Which ranks train which weights; empty if all ranks train the same ones.
+
+    Layers without a name are numbered within each process. If ranks train the same number of weights and no
+    name is at the same position on both, only these numbers differ.
+
+    Args:
+        by_rank: names of the weights that a rank trains, by position.
+    """
+    root, *others = by_rank.values()
+    if all(_are_same_weights(root, other) for other in others):
+        return ""
+    holders: dict[str, list[int]] = {}
+    for rank, names in by_rank.items():
+        for name in names.values():
+            holders.setdefault(name, []).append(rank)
+    by_holders: dict[tuple[int, ...], list[str]] = {}
+    for name, ranks in holders.items():
+        if len(ranks) < len(by_rank):
+            by_holders.setdefault(tuple(ranks), []).append(name)
+    if not by_holders:
+        numbers: dict[int, list[int]] = {}
+        for rank, names in by_rank.items():
+            numbers.setdefault(len(names), []).append(rank)
+        parts = [f"{number} on {_ranks(ranks)}" for number, ranks in numbers.items()]
+        return f"the ranks train different weights: {', '.join(parts)}"
+    parts = []
+    for some, listed in list(by_holders.items())[:_RANKS_SHOWN]:
+        verb = "is" if len(listed) == 1 else "are"
+        absent = [rank for rank in by_rank if rank not in some]
+        parts.append(f"{_listed(listed)} {verb} trained on {_ranks(some)} and not on {_ranks(absent)}")
+    return f"the ranks train different weights: {'; '.join(parts)}"
+
+
+def _are_same_weights(one: Mapping[int, str], other: Mapping[int, str]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    return sum(name == other[position] for position, name in one.items()) in (0, len(one))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+    return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
 
 
 def _are_unequal(values: Iterable[float]) -> bool:

@@ -190,3 +190,16 @@ def test_an_error_is_raised_on_every_rank_before_the_step(hvd, mx, np):
     with pytest.raises(mx.base.MXNetError, match="rank 1 has other values"):
         train(hvd, mx, np, net, hvd.DistributedTrainer(net.collect_params(), "sgd"))
     assert (net.weight.data().asnumpy() == before).all()
+
+
+@pytest.mark.parametrize("left_out", [False, True], ids=["frozen", "left out"])
+def test_a_layer_that_one_rank_freezes_is_an_error_on_every_rank(hvd, mx, np, left_out):
+    net = make_net(hvd, mx, seed=1)
+    if hvd.rank() == 1:
+        net.bias.grad_req = "null"
+    trained = {name: each for name, each in net.collect_params().items() if each.grad_req != "null"}
+    trainer = hvd.DistributedTrainer(trained if left_out else net.collect_params(), "sgd")
+    with pytest.raises(hvd.RankMismatchError) as caught:
+        train(hvd, mx, np, net, trainer)
+    text = f"the ranks train different weights: '{net.bias.name}' is trained on rank 0 and not on rank 1"
+    assert f"DistributedTrainer: {text}; freeze the same weights" in str(caught.value)

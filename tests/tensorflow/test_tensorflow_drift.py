@@ -133,6 +133,24 @@ def test_two_optimizers_of_one_graph_report_their_weights() -> None:
     assert len(reports) == (2 if RANK == 0 else 0)
 
 
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graph"])
+def test_layers_that_ranks_freeze_are_reported_by_name(eager: bool) -> None:
+    def model_without(frozen: str) -> Any:
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(5, name=name, trainable=name != frozen) for name in "abc"]
+        return compiled(keras.Sequential([keras.Input((5,)), *layers], name="net"), run_eagerly=eager)
+
+    (report,) = reports_of_fit(model_without("ab"[RANK]))
+    names = {name: f"'net/{name}/kernel', 'net/{name}/bias' are trained on" for name in "ab"}
+    assert f"{LABEL}the ranks train different weights: {names['b']} rank 0 and not on rank 1" in report
+    assert f"{names['a']} rank 1 and not on rank 0; freeze the same weights on every rank" in report
+    model, data = model_without("a" if RANK else ""), np.ones((4, 5), np.float32)
+    with drift_reports() as reports:
+        assert "Mismatched numbers of tensors" in raises(Exception, model.fit, data, data)
+    (report,) = [report for some in hvd.allgather_object(reports) for report in some]
+    assert f"{names['a']} rank 0 and not on rank 1; freeze the same weights" in report
+
+
 @pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"POLYHVD_CHECK_DRIFT": "error"})
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graph"])
 def test_an_error_is_raised_on_every_rank(eager: bool) -> None:

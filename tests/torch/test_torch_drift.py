@@ -181,3 +181,25 @@ def test_an_error_of_backward_names_the_line_of_the_program() -> None:
     with raises(RankMismatchError, "'wide'", "rank 0 sent float32 [4] (test_torch_drift.py:", "rank 1 sent"):
         (weight * torch.ones(width)).sum().backward()
         optimizer.step()
+
+
+def test_a_layer_that_one_rank_freezes_is_reported_by_name() -> None:
+    module = model()
+    if hvd.rank() == 1:
+        module[2].requires_grad_(False)
+    (report,) = everyones_reports(module, sgd(module))
+    names = "the ranks train different weights: '2.weight', '2.bias'"
+    assert f"{names} are trained on ranks 0, 2 and not on rank 1; freeze the same weights on every" in report
+
+
+def test_optimizers_of_other_layers_are_reported_by_name() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(5, 5), torch.nn.Linear(5, 1))
+    hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+    module[1 if hvd.rank() == 2 else 0].requires_grad_(False)
+    named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([each for _, each in named], 0.1), named)
+    with drift_reports() as reports, pytest.raises(RankMismatchError, match="other names on other ranks"):
+        train(module, optimizer)
+    (report,) = [report for some in hvd.allgather_object(reports) for report in some]
+    assert "'1.weight', '1.bias' are trained on ranks 0, 1 and not on rank 2" in report
+    assert "'0.weight', '0.bias' are trained on rank 2 and not on ranks 0, 1" in report
