@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
+import shutil
+import signal
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +19,23 @@ import numpy as np
 import pytest
 import spark_common
 import torch
+from pyspark import TaskContext
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions
 from spark_common import (
+    BUSY_S,
+    END_S,
     check_killed_and_resumed,
     check_names,
     elastic_fit,
     example_accuracy,
     files_in,
+    is_alive,
+    parent_of,
+    wait_until,
     write_points,
 )
 
@@ -165,6 +177,124 @@ def test_an_elastic_fit_outlives_a_worker_and_uses_each_row_once(frame: Any, tmp
     assert history[-1]["train"]["loss"] < 0.1 * history[0]["train"]["loss"]
 
 
+class Killer:
+    """A ``transformation_fn`` that kills the executor of its task once.
+
+    Args:
+        flag: a file that it makes.
+    """
+
+    def __init__(self, flag: Path) -> None:
+        self._flag = flag
+
+    def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        assert TaskContext.get() is not None
+        with contextlib.suppress(FileExistsError):
+            self._flag.touch(exist_ok=False)
+            os.kill(parent_of(os.getppid()), signal.SIGKILL)
+        return arrays
+
+
+def test_each_row_has_one_prediction_although_an_executor_is_killed(frame: Any, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 1)
+    names = {"feature_columns": ["array"], "label_columns": ["height"]}
+    known = {"labels": {"height": "double"}, "shapes": [[1]]}  # else this process would predict a row, too
+    fitted = TorchModel(model=model, **names, transformation_fn=Killer(tmp_path / "flag"), _metadata=known)
+    rows = fitted.transform(frame).select("array", "height__output").collect()
+    assert (tmp_path / "flag").exists()
+    wanted = {tuple(row.array) for row in frame.select("array").collect()}
+    assert len(rows) == 400
+    assert {tuple(row.array) for row in rows} == wanted
+    with torch.no_grad():
+        outputs = model(torch.tensor([row.array for row in rows]))[:, 0].numpy()
+    np.testing.assert_allclose([row.height__output for row in rows], outputs, rtol=1e-5)
+
+
+class Waiting:
+    """A ``transformation_fn`` that waits for a file, and makes another one first.
+
+    Args:
+        folder: in which the two are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        (self._folder / "waits").touch()
+        wait_until((self._folder / "go").exists, BUSY_S)
+        return arrays
+
+
+def test_fits_at_once_use_their_own_rows_and_need_different_run_ids(
+    frame: Any, store: Any, tmp_path: Path
+) -> None:
+    given = {"store": store, "metrics": [mean_label], "backend": polyhvd.spark.LocalBackend(1)}
+    first = regression(**given, run_id="one", transformation_fn=Waiting(tmp_path))
+    job = ThreadPoolExecutor(1).submit(first.fit, frame)
+    wait_until(lambda: (tmp_path / "waits").exists() or job.done(), BUSY_S)
+    try:
+        with pytest.raises(ValueError, match="another fit with run_id 'one' is running"):
+            regression(**given, run_id="one").fit(frame)
+        part = frame.where("height > 0")
+        second = regression(**given, run_id="two").fit(part)
+    finally:
+        (tmp_path / "go").touch()
+    for fitted, rows in ((job.result(BUSY_S), frame), (second, part)):
+        found = fitted.getHistory()[0]["train"]["all_metrics"][0]["group_0_height"]
+        heights = [row.height for row in rows.select("height").collect()]
+        assert found == pytest.approx(np.mean(heights), rel=1e-5)
+    names = [name for run in ("one", "two") for name in (f"{run}/checkpoint", f"{run}/logs/history.json")]
+    assert files_in(tmp_path / "store") == [f"runs/{name}" for name in names]
+
+
+@pytest.mark.nightly
+def test_a_cancelled_job_group_while_rows_are_written_leaves_no_rows(
+    session: Any, frame: Any, store: Any, tmp_path: Path
+) -> None:
+    def slowly(batches: Any) -> Any:
+        yield from [next(batches)] * 100  # more than the workers' buffers
+        time.sleep(600)
+
+    def call() -> None:
+        session.sparkContext.setJobGroup("mine", "", interruptOnCancel=True)
+        rows = frame.select("array", "height")
+        regression(store=store, feature_cols=["array"]).fit(rows.mapInArrow(slowly, rows.schema))
+
+    job = ThreadPoolExecutor(1).submit(call)
+    wait_until(lambda: bool(files_in(tmp_path)) or job.done(), BUSY_S)
+    session.sparkContext.cancelJobGroup("mine")
+    assert "cancelled" in str(job.exception(BUSY_S))
+    time.sleep(END_S)  # in which Spark kills its Python workers
+    assert files_in(tmp_path) == []
+
+
+@pytest.mark.nightly
+def test_a_cancelled_job_group_ends_the_fit_and_its_ranks(
+    session: Any, frame: Any, store: Any, tmp_path: Path
+) -> None:
+    given = {"store": store, "run_id": "mine", "backend": polyhvd.spark.SparkBackend(num_proc=2)}
+    (tmp_path / "started").mkdir()
+    slow = regression(**given, transformation_fn=spark_common.Slow(tmp_path / "started"), epochs=50)
+
+    def call() -> None:
+        session.sparkContext.setJobGroup("mine", "", interruptOnCancel=True)
+        slow.fit(frame)
+
+    job = ThreadPoolExecutor(1).submit(call)
+    checkpoint = Path(store.get_checkpoint_path("mine"))
+    wait_until(lambda: checkpoint.exists() or job.done(), BUSY_S)
+    session.sparkContext.cancelJobGroup("mine")
+    error = job.exception(BUSY_S)
+    assert isinstance(error, RuntimeError)
+    assert "cancelled" in str(error)
+    ranks = spark_common.started(tmp_path / "started")
+    assert len(ranks) == 2
+    wait_until(lambda: not any(map(is_alive, ranks)), END_S)
+    assert files_in(tmp_path / "store") == ["runs/mine/checkpoint", "runs/mine/logs/history.json"]
+    assert len(regression(**given, epochs=60).fit(frame).getHistory()) == 60
+
+
 @pytest.mark.nightly
 def test_a_killed_rank_is_one_error_and_the_next_fit_resumes(store: Any, tmp_path: Path) -> None:
     check_killed_and_resumed(regression, lambda model: values_of(model.getModel()), store, tmp_path)
@@ -253,7 +383,8 @@ def test_images_are_decoded_by_the_transformation(session: Any, store: Any) -> N
 
 def test_a_pipeline_is_fitted_saved_and_loaded(frame: Any, store: Any, tmp_path: Path) -> None:
     assembler = VectorAssembler(inputCols=["a", "b", "c", "d"], outputCol="assembled")
-    pipeline = Pipeline(stages=[assembler, regression(store=store, feature_cols=["assembled"])])
+    given = {"store": store, "backend": polyhvd.spark.LocalBackend(1), "feature_cols": ["assembled"]}
+    pipeline = Pipeline(stages=[assembler, regression(**given)])
     fitted = pipeline.fit(frame)
     fitted.save(str(tmp_path / "model"))
     loaded = PipelineModel.load(str(tmp_path / "model"))
@@ -415,6 +546,34 @@ def test_checkpoints_that_cannot_be_written_are_an_error(frame: Any, tmp_path: P
     assert files_in(tmp_path) == ["runs"]
 
 
+class Large(torch.nn.Linear):
+    """A layer with a checkpoint of 40 KB."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("rest", torch.zeros(10_000))
+
+
+@pytest.mark.nightly
+def test_a_disk_that_fills_up_keeps_the_last_checkpoint(store: Any, full: Path, tmp_path: Path) -> None:
+    write_points(store)
+    (full / "filling").unlink()
+    model = Large()
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05), "epochs": 3}
+    given |= {"feature_cols": ["x"], "label_cols": ["y"], "run_id": "mine"}
+
+    def fit(runs: Path) -> Any:
+        place = polyhvd.spark.Store.create(str(tmp_path / "store"), runs_path=str(runs))
+        return regression(**given, store=place, backend=polyhvd.spark.LocalBackend(1)).fit_on_parquet()
+
+    with pytest.raises(DataError, match=r"checkpoint' cannot be written: .*No space left"):
+        fit(full)  # there is room for one, and for a second to be replaced there is not
+    assert files_in(full) == ["mine/checkpoint", "mine/logs/history.json"]
+    shutil.copytree(full, tmp_path / "runs")
+    resumed = fit(tmp_path / "runs")
+    assert [entry["epoch"] for entry in resumed.getHistory()] == [0, 1, 2]
+
+
 @pytest.mark.nightly
 def test_nulls_and_taken_names_are_errors_of_transform(frame: Any, store: Any) -> None:
     fitted = regression(store=store).fit(frame)
@@ -436,6 +595,7 @@ def test_every_parameter_is_documented() -> None:
     assert params.describe() in page.read_text()
 
 
+@pytest.mark.nightly  # it calls the same as the tests of a classifier and of a pipeline
 def test_the_example_trains_and_predicts() -> None:
     assert example_accuracy("spark_torch.py") > 0.9
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import json
 import logging
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pyspark.ml import Estimator
@@ -38,6 +40,9 @@ _OF_RANKS = (
     *("label_shapes", "inmemory_cache_all", "use_gpu"),
 )
 _NOT_SAVED = ("backend", "store")
+#: Paths that fits of this process use, of which threads may run several.
+_CLAIMED: set[str] = set()
+_LOCK = threading.Lock()
 #: What Spark's tables have for types of Arrow that differ in name.
 _SPARK_TYPES = {"int64": "bigint", "int32": "int", "int16": "smallint", "int8": "tinyint", "bool": "boolean"}
 
@@ -76,7 +81,8 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         rows, schema = train
         types = {name: _spark_type(schema.field(name).type) for name in self._columns()}
         run_id = self._run_id()
-        return self._train(payload, rows, validation, types, {}, run_id)
+        with _claimed(run_id, store.get_run_path(run_id)):
+            return self._train(payload, rows, validation, types, {}, run_id)
 
     def _fit(self, dataset: Any) -> Any:
         store = self._checked_store()
@@ -93,8 +99,10 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         folders = tuple(
             f"{path}.{run_id}" for path in (store.get_train_data_path(), store.get_val_data_path())
         )
-        try:
+        claimed = _claimed(run_id, store.get_run_path(run_id), *folders)
+        with claimed, contextlib.ExitStack() as undone:
             for folder in folders:
+                undone.callback(_remove, store, folder)
                 store.remove(folder)  # of a fit that was killed
             written = write(
                 dataset,
@@ -113,9 +121,6 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                     "a smaller num_proc"
                 )
             return self._train(payload, written.train, written.validation, types, written.checksums, run_id)
-        finally:
-            for folder in folders:
-                _remove(store, folder)
 
     def _train(
         self,
@@ -300,6 +305,31 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         )
         place = store.locate(path)
         return Rows(place.path, place.filesystem, lists), schema
+
+
+@contextlib.contextmanager
+def _claimed(run_id: str, *paths: str) -> Iterator[None]:
+    """Keep other fits of this process from the same paths.
+
+    Args:
+        run_id: for the message.
+        paths: of the rows and the checkpoint of a fit.
+
+    Raises:
+        ValueError: another fit uses one of them.
+    """
+    with _LOCK:
+        if not _CLAIMED.isdisjoint(paths):
+            raise ValueError(
+                f"fit(): another fit with run_id {run_id!r} is running in this process with the same store; "
+                "pass another run_id, or none, as for CrossValidator"
+            )
+        _CLAIMED.update(paths)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _CLAIMED.difference_update(paths)
 
 
 def _remove(store: FilesystemStore, folder: str) -> None:

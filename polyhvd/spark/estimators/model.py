@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import cloudpickle
 import numpy as np
 from pyspark.ml import Model
 
@@ -103,6 +104,10 @@ class _Task:
         self._function, self._batch_size = function, batch_size
         self._predict: Predict | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by cloudpickle, as ``fit`` does: Spark's copy lacks the modules registered with it."""
+        return _task, (cloudpickle.dumps((self._make, self._features, self._function, self._batch_size)),)
+
     def predictions(self, arrays: dict[str, Any]) -> list[Any]:
         """The outputs for rows, in batches."""
         if self._predict is None:
@@ -115,6 +120,10 @@ class _Task:
                 part = transformed(self._function, part)
             parts.append(self._predict([_found(part, name) for name in self._features]))
         return [np.concatenate(outputs) for outputs in zip(*parts, strict=True)]
+
+
+def _task(data: bytes) -> _Task:
+    return _Task(*cloudpickle.loads(data))
 
 
 def _found(arrays: dict[str, Any], name: str) -> Any:
