@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Set
@@ -70,6 +71,7 @@ class FunctionJob(abc.ABC):
         self._sizes: dict[int, int] = {}  # by generation
         self._reason = ""  # why the job has failed, where no process is to blame
         self._stop_at = float("inf")
+        self._ending: threading.Thread | None = None
         self._finished = False
         self._stopped = ""  # why it was ended from outside; empty: it was not
         self._wake, self._alarm = os.pipe()
@@ -94,15 +96,24 @@ class FunctionJob(abc.ABC):
                 self._turn(driver)
             return self.conclude(driver)
         finally:
-            self._driver = None
-            for member in list(self.places):
-                self.kill_member(member)
-            self.end_processes()
-            self.rendezvous.close()  # from now on nothing is received for the driver
-            driver.close()
+            ending = self._ending = threading.Thread(
+                target=self._end_all, args=(driver,), name="polyhvd-job-end"
+            )
+            ending.start()  # which another Ctrl-C does not interrupt, as it does the main thread
+            ending.join()
+
+    def _end_all(self, driver: Driver) -> None:
+        self._driver = None
+        for member in list(self.places):
+            self.kill_member(member)
+        self.end_processes()
+        self.rendezvous.close()  # from now on nothing is received for the driver
+        driver.close()
 
     def close(self) -> None:
         """Free what is held, after :meth:`run`."""
+        if self._ending is not None:
+            self._ending.join()
         self.rendezvous.close()
         alarm, self._alarm = self._alarm, -1
         os.close(self._wake)
