@@ -98,11 +98,23 @@ class Membership:
         }
         self._cooldowns = {host: cooldown for host, cooldown in self._cooldowns.items() if host in hosts}
         actions: list[Action] = []
-        for number, member in self._members.items():
-            if member.generation == 0 and not member.dismissed and not self._has_slot(member):
-                member.dismissed = True
+        for host in dict.fromkeys(member.host for member in self._members.values()):
+            for number in self._surplus_on(host):
+                self._members[number].dismissed = True
                 actions.append(Dismiss(number))
         return actions + self._settle(now)
+
+    def _surplus_on(self, host: str) -> list[int]:
+        """New members for which a host has no slot: rather those that start, and of these the oldest."""
+        surplus = self._count_on(host) - self._capacity(host)
+        new = [
+            n
+            for n, item in self._members.items()
+            if item.host == host and item.generation == 0 and not item.dismissed and not item.leaving
+        ]
+        starting = [n for n in new if not self._members[n].waiting]
+        ready = [n for n in reversed(new) if self._members[n].waiting]
+        return [*starting, *ready][: max(0, surplus)]
 
     def host_unfit(
         self, host: str, now: float, *, more_hosts_may_come: bool = True, why: str = ""
@@ -482,8 +494,11 @@ class Membership:
             slot.failures = 1
             slot.free_at = killed_at + self.limits.cooldown_after(1)
 
-    def _has_slot(self, member: Member) -> bool:
-        return member.slot < self._capacity(member.host)
+    def _count_on(self, host: str) -> int:
+        """Number of the members on a host that stay."""
+        return sum(
+            item.host == host and not item.dismissed and not item.leaving for item in self._members.values()
+        )
 
     def _capacity(self, host: str) -> int:
         slots = self._hosts.get(host, 0)
@@ -523,6 +538,8 @@ class Membership:
                 living = sum(not item.dismissed and not item.leaving for item in self._members.values())
                 if living >= wanted or self._finishing or self._leaving:
                     return actions
+                if self._count_on(host) >= self._capacity(host):
+                    break
                 is_free = slot.free_at <= now and (not slot.vacated or living < self.limits.min_size)
                 if is_free and self._is_vacant((host, number)):
                     slot.vacated = False

@@ -183,6 +183,7 @@ class Jobs:
             limits = self._params.limits(sum(hosts.values()))
             if watched is not None:
                 watched.wanted = limits.max_size + limits.spares_in_slots
+                job.find_hosts = discovery.look
             return job.run(Elastic(limits, [Host(name, slots) for name, slots in hosts.items()], discovery))
         finally:
             if demand is not None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 
 import ray
 import ray.cloudpickle
-from ray.exceptions import RaySystemError, RayTaskError
+from ray.exceptions import RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from polyhvd.config import Launched
@@ -65,6 +66,7 @@ class _Process:
     host: str
     bundle: int  # of the placement group in which the job runs, or ANY
     start_by: float  # infinite: it has been started
+    is_late: bool = False  # Ray has not started it in time, so that something else has its resources
 
 
 class ElasticJob(FunctionJob):
@@ -91,6 +93,9 @@ class ElasticJob(FunctionJob):
         self._freed: dict[int, tuple[tuple[str, int], float]] = {}
         self._numbers: dict[str, int] = {}  # of hosts, as the driver has them
         self._logged: deque[bytes] = deque()  # by the server's thread; needs no lock
+        self._is_short = False  # of resources, since the last actor was started
+        #: Finds the hosts with their slots now; None: the user's discovery does, at its own times.
+        self.find_hosts: Callable[[], Mapping[str, int]] | None = None
 
     def held(self) -> Held:
         """How many processes each host and bundle has, or had a moment ago; from any thread."""
@@ -100,7 +105,9 @@ class ElasticJob(FunctionJob):
         return counts
 
     def _running(self) -> Held:
-        return Counter((item.host, item.bundle) for item in list(self._processes.values()))
+        return Counter(
+            (item.host, item.bundle) for item in list(self._processes.values()) if not item.is_late
+        )
 
     def leave(self, host: str) -> None:
         """Have the processes of a node that Ray is draining leave at their next commit; from any thread."""
@@ -176,9 +183,20 @@ class ElasticJob(FunctionJob):
         call.future().add_done_callback(take)
 
     def look(self, driver: Driver, now: float) -> float:
-        """Give up actors that Ray has not started in time."""
-        for member in [number for number, item in self._processes.items() if now >= item.start_by]:
-            limit = f"within {self._workers.start_timeout_s:g} s"
+        """Give up actors that Ray has not started in time, and replace those for which there is room."""
+        late = [number for number, item in self._processes.items() if now >= item.start_by]
+        limit = f"within {self._workers.start_timeout_s:g} s"
+        for member in late:
+            self._processes[member].is_late = True
+        if late and self.find_hosts is not None:
+            with contextlib.suppress(RayError):  # the hosts stay as they are
+                hosts = self.find_hosts()
+                if sum(hosts.values()) < len(self._processes) and not self._is_short:
+                    self._is_short = True
+                    what = f"Ray has not started actors of the job {limit}: their resources are in use"
+                    self.report(f"{what}; the job continues without them until there is room")
+                driver.discover(hosts, now)
+        for member in late:
             self._end(driver, member, 1, reason=f"is lost: Ray has not started its actor {limit}")
         return min((item.start_by for item in self._processes.values()), default=float("inf"))
 
@@ -204,6 +222,7 @@ class ElasticJob(FunctionJob):
         if not has_ended:
             if error is None and member in self._processes:
                 self._processes[member].start_by = float("inf")
+                self._is_short = False
                 try:
                     check_versions({"its actor": (self.places[member], future.result())})
                 except RuntimeError as other:
@@ -241,7 +260,8 @@ class ElasticJob(FunctionJob):
         now = time.monotonic()
         self._freed = {number: item for number, item in self._freed.items() if now < item[1]}
         process = self._processes.pop(member)
-        self._freed[member] = (process.host, process.bundle), now + _FREED_S
+        if not process.is_late:
+            self._freed[member] = (process.host, process.bundle), now + _FREED_S
         self.exited(driver, member, status, reason=reason, failure=failure, reported=reported)
 
 

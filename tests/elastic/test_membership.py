@@ -52,6 +52,19 @@ def ask_all(membership: Membership, members: tuple[int, ...], after: int, now: f
     return actions
 
 
+def test_a_host_that_has_fewer_slots_keeps_the_processes_that_are_ready() -> None:
+    membership = Membership(Limits(4, 1, 4))
+    assert started(membership.hosts_are({"a": 4}, 0.0)) == [0, 1, 2, 3]
+    membership.request(1, 0, 1.0)
+    membership.request(3, 0, 1.0)
+    assert membership.hosts_are({"a": 3}, 2.0) == [Dismiss(0)]
+    assert membership.ended(0, ExitKind.LOST, 3.0) == []
+    assert membership.hosts_are({"a": 2}, 4.0) == [Dismiss(2), Form(1, (1, 3), ("a", "a"))]
+    assert membership.ended(2, ExitKind.LOST, 5.0) == []
+    assert membership.time_is(60.0) == [], "slot 0 is not used: the host has two processes"
+    assert started(membership.hosts_are({"a": 3}, 61.0)) == [4]
+
+
 def test_first_world_waits_for_as_many_as_were_asked_for() -> None:
     membership = Membership(Limits(3, 2, 3))
     assert started(membership.hosts_are({"a": 3}, 0.0)) == [0, 1, 2]

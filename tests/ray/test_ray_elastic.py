@@ -28,7 +28,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from polyhvd.data import ArrayLoader
 from polyhvd.installed import is_installed
 from polyhvd.launch.providers.elastic import visible_gpus
-from polyhvd.ray import ElasticParams, ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
+from polyhvd.ray import (
+    BaseHorovodWorker,
+    ElasticParams,
+    ElasticRayExecutor,
+    RayExecutor,
+    RayHostDiscovery,
+    ray_logger,
+)
+from polyhvd.ray.elastic_job import ElasticJob
+from polyhvd.ray.room import Held, NodeRoom
 from polyhvd.ray.worker import gpus_of_node
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "elastic"))
@@ -384,6 +393,34 @@ def test_spares_count_in_the_room_of_a_job_without_a_limit() -> None:
         ElasticParams(spares=-1)
 
 
+def test_a_job_begins_without_actors_whose_resources_another_job_has_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = ray.remote(BaseHorovodWorker).options(num_cpus=6).remote()
+    taken = ray.get(other.node_id.remote())
+    find = NodeRoom.available
+
+    def find_late(room: NodeRoom, held: Held) -> dict[str, int]:
+        if once(tmp_path / "found"):  # before the other one has come
+            return {node["NodeID"]: 1 for node in alive()}
+        return find(room, held)
+
+    settings = ElasticRayExecutor.create_settings(1, 2, timeout_s=10.0)
+    made = ElasticRayExecutor(settings, cpus_per_slot=6)
+    made.start()
+    monkeypatch.setattr(NodeRoom, "available", find_late)
+    shutdown = threading.Timer(BUSY_S, made.shutdown)
+    shutdown.start()
+    try:
+        (found,) = made.run(lambda: (train(tmp_path), ray.get_runtime_context().get_node_id()))
+    finally:
+        shutdown.cancel()
+        ray.kill(other)
+    check_training([found[0]])
+    assert found[1] != taken
+    assert "Ray has not started actors of the job within 10 s: their resources" in capsys.readouterr().err
+
+
 def step_until(folder: Path, done: Callable[[], bool]) -> Found:
     """Make steps until something is the case on rank 0."""
     note(folder)
@@ -709,6 +746,26 @@ def test_processes_end_when_their_driver_is_killed_or_interrupted(
             wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
         finally:
             driver.kill()
+
+
+def test_a_second_ctrl_c_does_not_keep_a_job_from_ending_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = ElasticJob.kill_member
+
+    def interrupt_and_kill(job: ElasticJob, member: int) -> None:
+        if once(tmp_path / "interrupted"):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+        kill(job, member)
+
+    def interrupt(value: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ElasticJob, "kill_member", interrupt_and_kill)
+    with pytest.raises(KeyboardInterrupt):
+        executor(2, 2).run(lambda: grow(tmp_path), callbacks=[interrupt])
+    assert len(started(tmp_path)) == 2
+    wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 
 def test_too_little_room_is_an_error_with_what_there_is() -> None:

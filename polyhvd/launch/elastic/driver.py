@@ -186,7 +186,7 @@ class Driver:
             for text in self._discovery.complaints():
                 self._report(text)
             if (found := self._discovery.take()) is not None:
-                self._discover(found, now)
+                self.discover(found, now)
         self._do(self._membership.time_is(now))
         self._report_shortage()
         if self._continues and (sentence := self._account.look(now)):
@@ -370,7 +370,8 @@ class Driver:
     def _slots(self) -> dict[str, int]:
         return {host.name: host.slots for host in self._hosts.values()}
 
-    def _discover(self, found: Mapping[str, int], now: float) -> None:
+    def discover(self, found: Mapping[str, int], now: float) -> None:
+        """These are the hosts now, with their slots."""
         for name in found:
             self._numbers.setdefault(name, len(self._numbers))
         self._hosts = {name: Host(name, slots) for name, slots in found.items()}
