@@ -118,9 +118,10 @@ ENVIRONMENTS = (
     ),
     Environment(
         "ray-default",
-        ("numpy>=2,<3", "ray[default]==2.60.0"),  # whose agent on each node exports metrics
+        # Its agent on each node exports metrics. Notebooks are tested here, too.
+        ("numpy>=2,<3", "ray[default]==2.60.0", "ipykernel==7.4.0", "jupyter_client==8.10.0"),
         (),
-        extra_tests=("tests/ray/test_ray_metrics.py",),
+        extra_tests=("tests/ray/test_ray_metrics.py", "tests/ray/test_ray_notebook.py"),
         nightly=True,
     ),
     Environment(
