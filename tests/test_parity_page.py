@@ -67,6 +67,12 @@ def test_no_text_of_a_chart_is_cut_on_a_phone(values: list[float], logarithmic: 
             assert one[1] <= two[0], "labels lie over each other"
 
 
+def test_charts_name_six_steps_at_most() -> None:
+    for steps in (1, 6, 7, 31, 61, 1000):
+        text = chart("c", "t", "s", [("a", "c0", [float(step) for step in range(steps)])], unit="loss")
+        assert 1 <= text.count('text-anchor="middle">') <= 6, steps
+
+
 def test_what_differs_by_rounding_is_one_line() -> None:
     text = chart("c", "t", "s", [("a", "c0", [1.0, 0.9]), ("b", "c1", [1.0 + 1e-7, 0.9])], unit="loss")
     assert len(set(re.findall(r'points="(.*?)"', text))) == 1
