@@ -147,3 +147,18 @@ def test_run_of_steps_ends_with_costs_and_counts(tmp_path: Path, failing: bool) 
     assert last.startswith(f"==== {expected} in "), done.stdout
     assert ("first has failed" in done.stdout) == failing, done.stdout
     assert before.startswith("=== total: 3" if failing else "all "), done.stdout
+
+
+def test_marks_of_lines_are_kept_apart_from_closed_streams(tmp_path: Path) -> None:
+    module, marks = tmp_path / "marked.py", tmp_path / "marks"
+    module.write_text("import os\nimport sys\n")
+    (tmp_path / "layout").write_text(f"{module}\t0\n")
+    marks.write_bytes(bytes(4))
+    counted = Path(__file__).resolve().parent / "counted"
+    program = "import marked, os\ntry: os.write(2, b'xyz')\nexcept OSError: os._exit(7)"
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", program],
+        env={**os.environ, "TEST_LINES": str(tmp_path), "PYTHONPATH": f"{counted}{os.pathsep}{tmp_path}"},
+    )
+    assert marks.read_bytes() == b"\0\1\1\0"
+    assert ended.returncode == 7

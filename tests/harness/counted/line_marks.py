@@ -79,8 +79,7 @@ def install(folder: str) -> None:
     try:
         with open(os.path.join(folder, "layout")) as layout:
             rows = [line.rstrip("\n").split("\t") for line in layout]
-        with open(os.path.join(folder, "marks"), "r+b") as file:
-            marks = mmap.mmap(file.fileno(), 0)
+        marks = _mapped(os.path.join(folder, "marks"))
     except OSError:  # the run has ended, or this process may not read it
         return
     offsets = {path: int(offset) for path, offset in rows}
@@ -96,6 +95,19 @@ def install(folder: str) -> None:
             exec(_cached(folder, str(self.path), offset), module.__dict__)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+def _mapped(path: str) -> mmap.mmap:
+    """The marks. mmap keeps a descriptor, which must not be that of a standard stream that is closed."""
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while taken[-1] <= 2:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), 0)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def _cached(folder: str, path: str, offset: int) -> CodeType:
