@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from ranks_alive import wait_until
 
 from polyhvd.data import write_parquet
 
@@ -45,19 +45,6 @@ def sleeping(folder: Path) -> None:
     time.sleep(600)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come true"
-        time.sleep(0.05)
-
-
-def is_alive(process: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
 def parent_of(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -65,7 +52,11 @@ def parent_of(process: int) -> int:
 def noted(folder: Path, size: int = 2) -> list[int]:
     """The processes of the ranks, once they are running."""
     files = [folder / f"rank-{rank}" for rank in range(size)]
-    wait_until(lambda: all(file.exists() and file.read_text().endswith("\n") for file in files), BUSY_S)
+
+    def are_noted() -> bool:
+        return all(file.exists() and file.read_text().endswith("\n") for file in files)
+
+    wait_until(are_noted, "the ranks run", BUSY_S)
     return [int(file.read_text()) for file in files]
 
 
@@ -177,7 +168,8 @@ def elastic_fit(estimator: Any, frame: Any, folder: Path) -> Any:
     estimator.setStore(store).setBackend(SparkBackend(num_proc=2)).setElastic(True).setRunId("mine")
     estimator.setTransformationFn(Slow(folder / "started"))
     job = ThreadPoolExecutor(1).submit(estimator.fit, frame)
-    wait_until(lambda: Path(store.get_checkpoint_path("mine")).exists() or job.done(), BUSY_S)
+    checkpoint = Path(store.get_checkpoint_path("mine"))
+    wait_until(lambda: checkpoint.exists() or job.done(), "a checkpoint is written", BUSY_S)
     assert not job.done(), job.exception()
     ranks = started(folder / "started")
     assert len(ranks) == 2

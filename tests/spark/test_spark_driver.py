@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spark_common import END_S, is_alive, noted, wait_until
+import ranks_alive
+import spark_common
+from ranks_alive import is_running, wait_until
+from spark_common import END_S, noted
 
 PROGRAM = """
 import sys
@@ -32,9 +35,10 @@ def test_no_rank_outlives_the_driver(tmp_path: Path) -> None:
     folders = [tmp_path / "fixed", tmp_path / "elastic"]
     for folder in folders:
         folder.mkdir()
+    paths = [Path(module.__file__ or "").parent for module in (spark_common, ranks_alive)]
     driver = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        env={**os.environ, "PYSPARK_PYTHON": sys.executable, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         stderr=subprocess.DEVNULL,
     )
     try:
@@ -42,4 +46,4 @@ def test_no_rank_outlives_the_driver(tmp_path: Path) -> None:
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-    wait_until(lambda: not any(map(is_alive, ranks)), END_S)
+    wait_until(lambda: not any(map(is_running, ranks)), "the processes end", END_S)

@@ -16,7 +16,8 @@ import cloudpickle
 import numpy as np
 import pytest
 import spark_common
-from spark_common import BUSY_S, END_S, check, is_alive, note, parent_of, started, train, wait_until
+from ranks_alive import is_running, wait_until
+from spark_common import BUSY_S, END_S, check, note, parent_of, started, train
 
 import polyhvd.spark
 from polyhvd.spark import elastic
@@ -42,15 +43,15 @@ def test_a_lost_task_is_replaced_by_another(tmp_path: Path, generations: int) ->
     run = ThreadPoolExecutor(1).submit(
         polyhvd.spark.run_elastic, train, (tmp_path,), {}, num_proc=2, min_num_proc=1
     )
-    wait_until(lambda: (tmp_path / "reached-0").exists() or run.done(), BUSY_S)
+    wait_until(lambda: (tmp_path / "reached-0").exists() or run.done(), "rank 0 waits for the kill", BUSY_S)
     ranks = started(tmp_path)
     victim = ranks[1]
     for _ in range(generations):
         victim = parent_of(victim)
     os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: not is_alive(ranks[1]), END_S)
-    assert is_alive(ranks[0])
-    wait_until(lambda: len(started(tmp_path)) > 2 or run.done(), BUSY_S)
+    wait_until(lambda: not is_running(ranks[1]), "rank 1 ends", END_S)
+    assert is_running(ranks[0])
+    wait_until(lambda: len(started(tmp_path)) > 2 or run.done(), "a replacement starts", BUSY_S)
     (tmp_path / "go").touch()
     found = run.result(BUSY_S)
     check(found)
@@ -100,7 +101,7 @@ def test_an_exception_has_its_class_with_rank_executor_and_traceback_as_the_caus
     assert text.startswith(("process 0 (rank 1) on executor ", "process 1 (rank 1) on executor "))
     assert "in loop\n" in text
     assert text.endswith("MineError: of rank 1")
-    wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
+    wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 
 def test_a_function_that_cannot_be_pickled_is_an_error_before_anything_runs() -> None:
@@ -156,12 +157,12 @@ def test_a_cancelled_job_group_ends_the_ranks_and_the_call(session: Any, tmp_pat
         polyhvd.spark.run_elastic(train, (tmp_path,))
 
     job = ThreadPoolExecutor(1).submit(call)
-    wait_until(lambda: len(started(tmp_path)) == 2, BUSY_S)
+    wait_until(lambda: len(started(tmp_path)) == 2, "two processes start", BUSY_S)
     session.sparkContext.cancelJobGroup("mine")
     error = job.exception(BUSY_S)
     assert isinstance(error, RuntimeError)
     assert "cancelled" in str(error)
-    wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
+    wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 
 @pytest.mark.nightly

@@ -17,7 +17,8 @@ import cloudpickle
 import numpy as np
 import pytest
 import spark_common
-from spark_common import BUSY_S, END_S, in_world, is_alive, noted, parent_of, sleeping, wait_until
+from ranks_alive import is_running, wait_until
+from spark_common import BUSY_S, END_S, in_world, noted, parent_of, sleeping
 
 import polyhvd.spark
 from polyhvd.spark import running
@@ -162,7 +163,7 @@ def test_slots_that_stay_busy_are_an_error_after_the_timeout(session: Any) -> No
     thread = ThreadPoolExecutor(1)
     job = thread.submit(busy)
     tracker = session.sparkContext.statusTracker()
-    wait_until(lambda: bool(tracker.getActiveJobsIds()), BUSY_S)
+    wait_until(lambda: bool(tracker.getActiveJobsIds()), "the job of Spark starts", BUSY_S)
     try:
         with pytest.raises(TimeoutError, match="there are 2 slots, in which 1 tasks are running"):
             polyhvd.spark.run(lambda: 1, num_proc=2, start_timeout=2)
@@ -227,7 +228,7 @@ def test_a_cancelled_job_group_ends_the_ranks_and_the_call(session: Any, tmp_pat
     error = job.exception(BUSY_S)
     assert isinstance(error, RuntimeError)
     assert "cancelled" in str(error)
-    wait_until(lambda: not any(map(is_alive, ranks)), END_S)
+    wait_until(lambda: not any(map(is_running, ranks)), "the processes end", END_S)
 
 
 @pytest.mark.parametrize("generations", [1, 2, 3], ids=["worker", "daemon", "executor"])
@@ -240,8 +241,8 @@ def test_no_rank_outlives_what_is_above_it_and_none_is_started_again(
     for _ in range(generations):
         victim = parent_of(victim)
     os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: not is_alive(ranks[1]), END_S)
-    wait_until(lambda: not is_alive(ranks[0]), END_S)
+    wait_until(lambda: not is_running(ranks[1]), "rank 1 ends", END_S)
+    wait_until(lambda: not is_running(ranks[0]), "rank 0 ends", END_S)
     error = job.exception(BUSY_S)
     assert isinstance(error, RuntimeError)
     assert "has failed" in str(error)

@@ -15,18 +15,17 @@ import numpy as np
 import pyspark
 import pytest
 import spark_common
+from ranks_alive import is_running, wait_until
 from spark_common import (
     BUSY_S,
     END_S,
     check,
     in_world,
-    is_alive,
     noted,
     parent_of,
     sleeping,
     started,
     train,
-    wait_until,
 )
 
 import polyhvd.spark
@@ -80,10 +79,10 @@ def test_an_elastic_job_replaces_a_lost_task_and_the_other_rank_keeps_its_proces
     job = ThreadPoolExecutor(1).submit(
         polyhvd.spark.run_elastic, train, (tmp_path,), num_proc=2, min_num_proc=1
     )
-    wait_until(lambda: (tmp_path / "reached-0").exists() or job.done(), BUSY_S)
+    wait_until(lambda: (tmp_path / "reached-0").exists() or job.done(), "rank 0 waits for the kill", BUSY_S)
     ranks = started(tmp_path)
     os.kill(parent_of(ranks[1]), signal.SIGKILL)
-    wait_until(lambda: len(started(tmp_path)) > 2 or job.done(), BUSY_S)
+    wait_until(lambda: len(started(tmp_path)) > 2 or job.done(), "a replacement starts", BUSY_S)
     (tmp_path / "go").touch()
     found = job.result(BUSY_S)
     check(found)
@@ -92,17 +91,17 @@ def test_an_elastic_job_replaces_a_lost_task_and_the_other_rank_keeps_its_proces
 
 def test_an_interrupted_session_ends_an_elastic_job(remote: Any, tmp_path: Path) -> None:
     job = ThreadPoolExecutor(1).submit(polyhvd.spark.run_elastic, train, (tmp_path,), num_proc=2)
-    wait_until(lambda: len(started(tmp_path)) == 2 or job.done(), BUSY_S)
+    wait_until(lambda: len(started(tmp_path)) == 2 or job.done(), "two processes start", BUSY_S)
     remote.interruptAll()
     assert isinstance(job.exception(BUSY_S), RuntimeError)
-    wait_until(lambda: not any(map(is_alive, started(tmp_path))), END_S)
+    wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 
 def test_no_rank_outlives_its_worker_and_none_is_started_again(tmp_path: Path) -> None:
     job = ThreadPoolExecutor(1).submit(polyhvd.spark.run, sleeping, (tmp_path,), num_proc=2)
     ranks = noted(tmp_path)
     os.kill(parent_of(ranks[1]), signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, ranks)), END_S)
+    wait_until(lambda: not any(map(is_running, ranks)), "the processes end", END_S)
     error = job.exception(BUSY_S)
     assert isinstance(error, RuntimeError)
     assert "Python worker exited unexpectedly" in str(error)
@@ -115,4 +114,4 @@ def test_an_interrupted_session_ends_the_ranks(remote: Any, tmp_path: Path) -> N
     ranks = noted(tmp_path)
     remote.interruptAll()
     assert isinstance(job.exception(BUSY_S), RuntimeError)
-    wait_until(lambda: not any(map(is_alive, ranks)), END_S)
+    wait_until(lambda: not any(map(is_running, ranks)), "the processes end", END_S)
