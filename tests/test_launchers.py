@@ -207,3 +207,13 @@ def test_polyhvdrun_starts_jobs_within_other_launchers(environ: dict[str, str], 
     )
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [f"[{rank}] size {size}" for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("comm", "message"),
+    [("5", "expected a communicator of mpi4py or a list"), ("[0]", "needs a job that MPI has started")],
+)
+def test_a_comm_that_cannot_be_used_is_an_error(comm: str, message: str) -> None:
+    result = init({}, f"polyhvd.init(comm={comm})")
+    assert f"InvalidArgumentError: init(comm={comm}): " in result.stderr
+    assert message in result.stderr

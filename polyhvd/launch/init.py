@@ -93,6 +93,8 @@ def _init(comm: object, process_sets: Sequence[ProcessSet] | str | None, reprodu
         settings = Settings.from_environment()
         if reproducible is not None:
             settings = replace(settings, reproducible=bool(reproducible))
+        if comm is not None and not mpi.is_communicator(comm):
+            mpi.checked_ranks(comm)  # may raise
         enter(settings, comm, sets)
 
 
