@@ -65,7 +65,6 @@ class Coordinator {
   bool has_decision() const noexcept;
 
   std::vector<Stalled> stalled(Time now, std::chrono::duration<double> at_least) const;
-  bool has_departed(int rank) const { return departed_.contains(rank); }
 
  private:
   using Key = std::pair<ProcessSetId, std::string>;
