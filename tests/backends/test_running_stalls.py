@@ -114,6 +114,47 @@ def test_rank_0_may_be_the_one_that_stops(start: Callable[..., Pool]) -> None:
     assert f"\n  rank 0 (pid {pool.pids[0]} on " in report
 
 
+def reduce_without_rank_0() -> tuple[str, str]:
+    """Rank 0 stops itself before an operation, which without it is not agreed on."""
+
+    class Stalls(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "stalled: " in record.getMessage():
+                worker.note(record.getMessage())
+
+    logging.getLogger("polyhvd").addHandler(Stalls())
+    hvd.allreduce(np.ones(1), name="warm")
+    if hvd.rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        hvd.allreduce(np.ones(1), name="late")
+    except hvd.HorovodInternalError as error:
+        return type(error).__name__, str(error)
+    return "reduced", ""
+
+
+def test_rank_0_that_stops_between_operations_is_reported_and_may_go_on(start: Callable[..., Pool]) -> None:
+    pool = start("shm")
+    pool.start(reduce_without_rank_0)
+    reports = [pool.note(rank, REPORT_S) for rank in (1, 2)]
+    pool.signal(0, signal.SIGCONT)
+    assert [pool.answer(rank)[0] for rank in range(3)] == ["reduced"] * 3
+    for rank, report in enumerate(reports, 1):
+        assert report.startswith(f"stalled: rank {rank} waits for rank 0 in allreduce 'late', for ")
+        assert f"\n  rank 0 (pid {pool.pids[0]} on " in report
+        assert f"): stopped by a signal, such as SIGSTOP or Ctrl-Z; `kill -CONT {pool.pids[0]}`" in report
+
+
+def test_rank_0_that_stays_stopped_between_operations_ends_the_job(start: Callable[..., Pool]) -> None:
+    pool = start("shm", SHUTDOWN)
+    pool.start(reduce_without_rank_0)
+    for rank in (1, 2):
+        kind, text = pool.answer(rank)
+        assert kind == "TransferTimeoutError"
+        assert "stalled for too long: rank " in text
+        assert f"rank 0 (pid {pool.pids[0]} on " in text
+
+
 def test_a_process_set_without_rank_0_is_watched(start: Callable[..., Pool]) -> None:
     pool = start("shm")
     pool.start(reduce_with_one_who_stops, 2, [1, 2])

@@ -112,15 +112,15 @@ class Launcher:
         )
         return self
 
-    def wait_for(self, text: str, count: int) -> bytes:
-        """Read until `text` has come `count` times; returns all standard output so far."""
+    def wait_for(self, text: str, count: int, *, error: bool = False) -> bytes:
+        """Read until `text` has come `count` times, on standard output or error; returns all of it so far."""
         process = self.process
         assert process is not None
         deadline = time.monotonic() + DEADLINE_S
-        while self.out.count(text.encode()) < count:
+        while (self.err if error else self.out).count(text.encode()) < count:
             assert time.monotonic() < deadline, f"no {text!r} in time:\n{self.out!r}\n{self.err!r}"
             self._read(process, deadline)
-        return self.out
+        return self.err if error else self.out
 
     def finish(self, deadline_s: float = DEADLINE_S) -> tuple[int, str, str]:
         """Wait for the end; returns exit status, standard output and error."""

@@ -251,3 +251,16 @@ def test_sigusr2_to_the_launcher_has_ranks_write_flight_dumps(launcher: Launcher
     wait_until(dumped, "a flight dump of each rank")
     launcher.signal(signal.SIGTERM)
     assert launcher.finish()[0] == 143
+
+
+def test_a_rank_that_stays_stopped_is_reported_once(launcher: Launcher) -> None:
+    """The launcher waits for its end, and no other rank is left to notice."""
+    stop = "print('pid', os.getpid(), flush=True)\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+    launcher.start("-np", "2", source=RANK + stop, fresh=True)
+    stopped = pids(launcher.wait_for("[1] pid ", 1).partition(b"[1] ")[2])[0]
+    launcher.wait_for("[1] polyhvd agent: ", 1, error=True)
+    os.kill(stopped, signal.SIGCONT)
+    status, _, err = launcher.finish()
+    assert status == 0
+    assert err.count(f"[1] polyhvd agent: this rank (pid {stopped} on ") == err.count("polyhvd agent") == 1
+    assert f"was stopped by a signal, such as SIGSTOP or Ctrl-Z, 5 s ago; `kill -CONT {stopped}`" in err

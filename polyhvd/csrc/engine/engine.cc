@@ -290,7 +290,7 @@ void Engine::check_health() {
     throw Failure(ErrorCode::kPeerLost, abort_reason_);
   }
   if (options_.mailbox) options_.mailbox->tick();
-  stall_watch_->check();
+  stall_watch_->check(executing_);
   const auto now = Clock::now();
   if (running_watch_.check(now)) flight_.write("an operation runs and does not move");
   controller_->beat(now);

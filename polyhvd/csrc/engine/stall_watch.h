@@ -1,5 +1,6 @@
 // One rank's part in explaining stalls: answers inquiries about itself, looks at
-// processes of its host, and on rank 0 has the StallInspector's reports written.
+// processes of its host, and on rank 0 has the StallInspector's reports written. The others look
+// whether rank 0 itself is stopped.
 // Driver only; never blocks.
 #pragma once
 
@@ -23,9 +24,10 @@ class StallWatch {
              const Liveness& liveness, std::shared_ptr<Mailbox> mailbox,
              std::function<void(const std::string&)> log);
 
-  // To be called about once a second, and after control traffic. Throws
-  // Failure(kTimeout) with the report when a stall is to end the job.
-  void check();
+  // To be called about once a second, and after control traffic. `executing`: an operation runs,
+  // which RunningWatch reports on. Throws Failure(kTimeout) with the report when a stall is to end
+  // the job.
+  void check(bool executing);
 
   // An operation of this rank has run.
   void note_ran(const Submission& submission);
@@ -35,9 +37,12 @@ class StallWatch {
   void look_at_others(const Inquiry& inquiry);
   void finish_answer(Time now);
   std::string own_part() const;
-  void inspect(Time now);
+  void inspect(Time now, bool executing);
+  void look_at_root(Time now, bool executing);
+  std::string text_of_pending() const;
 
   const int rank_;
+  const StallTimes times_;
   Controller& controller_;
   const OpQueue& queue_;
   const Liveness& liveness_;
@@ -46,6 +51,9 @@ class StallWatch {
 
   StallInspector inspector_;  // of use on rank 0
   Time next_inspection_{};
+  std::optional<Time> root_stopped_at_;  // seen stopped since, while this rank waits
+  Time looked_at_root_{};
+  Time next_root_report_{};
   bool answering_ = false;
   std::uint32_t inquiry_ = 0;  // that is being answered
   Time answer_by_{};

@@ -79,6 +79,8 @@ _JOB_TIMEOUT_S = 300.0  # until the launcher sends a job
 
 _NUMBER = struct.Struct("!i")
 _COUNTS = struct.Struct("!II")
+#: A rank that is stopped by a signal for so long is reported, once.
+_STOPPED_S = 5.0
 _READ_BYTES = 1 << 16
 _OUTBOX_BYTES_MAX = 1 << 20
 _PR_SET_PDEATHSIG = 1
@@ -188,6 +190,7 @@ class Agent:
         self._expected: dict[int, float] = {}  # signal that the launcher will send, too -> since when
         self._passed: set[int] = set()  # stop signals that ranks have got
         self._steps: list[tuple[float, int]] = []  # when to send which signal next
+        self._stopped: dict[int, float] = {}  # pid of a rank that is stopped -> when to report it
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
@@ -225,6 +228,7 @@ class Agent:
                 self._relay(descriptor)
         now = time.monotonic()
         self._take_steps(now)
+        self._report_stopped(now)
         self._exchange_heartbeats(now)
 
     # Signals to this process
@@ -286,7 +290,8 @@ class Agent:
 
     def _timer_s(self) -> float | None:
         now = time.monotonic()
-        times = [max(0.0, moment - now) for moment, _ in self._steps]
+        moments = [*(moment for moment, _ in self._steps), *self._stopped.values()]
+        times = [max(0.0, moment - now) for moment in moments]
         timer_s = min([*times, self._heartbeat.timer_s(now)])
         return timer_s if timer_s < float("inf") else None
 
@@ -498,11 +503,16 @@ class Agent:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
+            self._stopped.pop(pid, None)
+            if os.WIFSTOPPED(status) and pid in self._ranks:
+                self._stopped[pid] = time.monotonic() + _STOPPED_S
+            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+                continue
             rank = self._ranks.pop(pid, None)
             if rank is None:
                 continue  # an orphan of a rank
@@ -513,6 +523,18 @@ class Agent:
             if code in (-signal.SIGKILL, 128 + signal.SIGKILL):  # the latter of a shell
                 self._send_oom_kills(rank)
             self._send(EXITED, rank, _NUMBER.pack(code) + self._given_up.encode())
+
+    def _report_stopped(self, now: float) -> None:
+        """Report ranks that do not go on: others may wait for them, or the launcher only for their end."""
+        for pid in [pid for pid, moment in self._stopped.items() if moment <= now]:
+            del self._stopped[pid]
+            if not self._suspended:
+                text = (
+                    f"polyhvd agent: this rank (pid {pid} on {socket.gethostname()}) was stopped by a "
+                    f"signal, such as SIGSTOP or Ctrl-Z, {_STOPPED_S:g} s ago; `kill -CONT {pid}` lets "
+                    "it go on\n"
+                )
+                self._send(STDERR, self._ranks[pid], text.encode())
 
     def _send_oom_kills(self, rank: int) -> None:
         now = oom_kills()
