@@ -153,3 +153,15 @@ def full(tmp_path: Path) -> Iterator[Path]:
             file.write(bytes(4096))
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 KiB."""
+    target = tmp_path / "small"
+    target.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=128k,mode=0700", "polyhvd-test", str(target)]
+    if os.geteuid() != 0 or subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("a file system can be mounted by root only, and not in every container")
+    yield target
+    subprocess.run(["umount", "--lazy", str(target)], check=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -23,9 +24,11 @@ import numpy as np
 from numpy.lib import format as npy
 
 from polyhvd.errors import CheckpointError
+from polyhvd.observe.files import FULL
 
 __all__ = ["Folder", "TornError", "pack", "unpack"]
 
+_LOG = logging.getLogger("polyhvd")
 _FORMAT = 1
 _OF_A_PACKAGE = 2  # dtype.isbuiltin of a type that NumPy does not have
 _NAME = re.compile(r"checkpoint-(\d{12})\.npz")
@@ -217,28 +220,52 @@ class Folder:
         tree, arrays = pack(value)
         header = {"format": _FORMAT, "steps": steps, "arrays": len(arrays), "tree": tree}
         text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        named = {"told": text, **{f"a{i}": array for i, array in enumerate(arrays)}}
         file = self.file(steps)
-        temporary = self.path / f"{_TEMPORARY}{steps}-{secrets.token_hex(8)}"
         try:
-            with open(temporary, "xb") as stream:
-                _write_arrays(stream, {"told": text, **{f"a{i}": array for i, array in enumerate(arrays)}})
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, file)
-            self._sync_names()
+            try:
+                self._write_file(file, steps, named)
+            except OSError as error:
+                if error.errno not in FULL or not self._make_room(steps):
+                    raise
+                self._write_file(file, steps, named)
         except OSError as error:
             former: list[int] = []
             with contextlib.suppress(CheckpointError):  # the folder itself is gone
                 former = self.numbers()[:1]
-            stays = f"{str(self.file(former[0]))!r} stays" if former else "there is no former one"
+            stays = f"{str(self.file(former[0]))!r} stays" if former else "there is no earlier one"
+            start = "resumes from it" if former else "starts from the beginning"
             raise CheckpointError(
                 f"the checkpoint {str(file)!r} could not be written: {error.strerror or error}; {stays}. "
-                "Make room, or pass another folder, and run the job again: it resumes from the last one"
+                f"Make room, or pass another folder, and run the job again: it {start}"
             ) from None  # zipfile raises it again and again on its way out
+        self._tidy(steps)
+
+    def _write_file(self, file: Path, steps: int, named: dict[str, Array]) -> None:
+        temporary = self.path / f"{_TEMPORARY}{steps}-{secrets.token_hex(8)}"
+        try:
+            with open(temporary, "xb") as stream:
+                _write_arrays(stream, named)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, file)
+            self._sync_names()
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-        self._tidy(steps)
+
+    def _make_room(self, steps: int) -> bool:
+        """On a full disk, remove all checkpoints but the newest; return whether there were any."""
+        removed = []
+        with contextlib.suppress(OSError, CheckpointError):
+            for number in self.numbers()[1:]:
+                self.file(number).unlink()
+                removed.append(str(self.file(number)))
+        if removed:
+            _LOG.warning(
+                "the disk is full: removed %s to write the checkpoint of step %d", ", ".join(removed), steps
+            )
+        return bool(removed)
 
     def read(self, number: int) -> Any:
         """The value of a checkpoint.

@@ -221,6 +221,27 @@ def test_full_disk_is_an_error_and_the_former_stays(tmp_path: Path) -> None:
     assert zipfile.ZipFile(folder.file(1)).testzip() is None
 
 
+def test_full_disk_costs_earlier_checkpoints_before_it_is_an_error(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Folder(small_disk)
+    for steps in range(1, 5):
+        folder.write(steps, {"w": np.full(6_000, float(steps))})  # two of them fit
+    assert folder.numbers() == [4, 3]
+    assert folder.read(4)["w"][0] == 4
+    removed = [record.getMessage() for record in caplog.records]
+    assert removed == [
+        f"the disk is full: removed {folder.file(steps - 2)} to write the checkpoint of step {steps}"
+        for steps in (3, 4)
+    ]
+    with pytest.raises(CheckpointError, match=r"000004\.npz' stays\. .* it resumes from it"):
+        folder.write(5, {"w": np.zeros(12_000)})
+    assert [path.name for path in small_disk.iterdir()] == [folder.file(4).name]
+    folder.file(4).unlink()
+    with pytest.raises(CheckpointError, match=r"no earlier one\. .* it starts from the beginning"):
+        folder.write(5, {"w": np.zeros(20_000)})
+
+
 def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be made"):

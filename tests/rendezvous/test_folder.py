@@ -6,9 +6,8 @@ import errno
 import os
 import socket
 import stat
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -348,17 +347,6 @@ def test_failing_call_is_a_store_error_that_names_the_file_and_leaves_nothing(
         assert sorted(path.iterdir()) == before
         store.put("a", 0, b"again")
         assert store.gather("a", 1, 5) == [b"again"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    target = tmp_path / "small"
-    target.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=128k,mode=0700", "polyhvd-test", str(target)]
-    if not ROOT or subprocess.run(words, capture_output=True, check=False).returncode:
-        pytest.skip("a file system can be mounted by root only, and not in every container")
-    yield target
-    subprocess.run(["umount", "--lazy", str(target)], check=True)
 
 
 def test_full_disk_is_an_error_that_names_the_file_and_ends_when_there_is_room(small_disk: Path) -> None:
