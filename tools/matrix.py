@@ -45,12 +45,14 @@ class Environment:
     settings: tuple[tuple[str, str], ...] = ()  # environment of the tests
     #: Whether it sees the suite's packages, too, whose Python runs the tests; these start programs in it.
     beside_suite: bool = False
-    #: Whether it sees the suite's packages, too, and its Python runs each file of the extra tests in
-    #: a separate process, which may import a framework.
+    #: Whether it sees the suite's packages, too, and its Python runs each item of the extra tests in
+    #: a separate process, which may import a framework. An item may be several files, separated by spaces.
     over_suite: bool = False
     #: Whether only `make nightly` has it, since others have the same code paths.
     nightly: bool = False
 
+
+_CLASSIFIER = "test_a_classifier_is_fitted_on_the_executors_saved_and_loaded"
 
 ENVIRONMENTS = (
     # AWS's own toolkit: first, since its jobs sleep for a minute while others' tests run beside them.
@@ -136,11 +138,20 @@ ENVIRONMENTS = (
         "spark-3.5",
         ("numpy==1.26.4", "pandas==2.2.3", "pyarrow==17.0.0", "pyspark==3.5.9", "setuptools", "fsspec"),
         (),
-        extra_tests=("tests/spark/test_spark_driver.py", "tests/spark/test_spark_run.py"),
-        # The versions differ in barrier stages and in what they report of tasks, which these two test.
-        nightly_tests=tuple(
-            f"tests/spark/test_spark_{name}.py" for name in ("elastic", "examples", "store", "with_connect")
+        # The versions differ in barrier stages and in what they report of tasks, which the first two test,
+        # and in Spark ML. PyTorch is that of the suite.
+        extra_tests=(
+            "tests/spark/test_spark_driver.py tests/spark/test_spark_run.py "
+            f"tests/spark/test_spark_estimators_torch.py::{_CLASSIFIER}",
         ),
+        nightly_tests=(
+            " ".join(f"tests/spark/test_spark_{name}.py" for name in ("elastic", "examples", "store")),
+            *(
+                f"tests/spark/test_spark_estimators_{name}.py::{_CLASSIFIER}"
+                for name in ("lightning", "keras", "mxnet")
+            ),
+        ),
+        over_suite=True,
     ),
     Environment(
         "spark-4",
@@ -156,9 +167,10 @@ ENVIRONMENTS = (
             *("grpcio-status==1.85.3", "googleapis-common-protos==1.76.0", "zstandard==0.25.0"),
         ),
         (),
-        extra_tests=tuple(
-            f"tests/spark/test_spark_estimators_{name}.py"
-            for name in ("torch", "lightning", "keras", "mxnet")
+        extra_tests=(
+            "tests/spark/test_spark_estimators_torch.py tests/spark/test_spark_estimators_lightning.py",
+            "tests/spark/test_spark_estimators_keras.py",
+            "tests/spark/test_spark_estimators_mxnet.py",
         ),
         nightly_tests=(
             "tests/spark/test_spark_tensorflow.py",
@@ -324,7 +336,7 @@ def check(environment: Environment, python: Path, everything: bool) -> None:
         parity = ("tests/parity",) if everything else environment.parity
         run(*pytest, "-k", chosen, *parity, cwd=WORK, env=env)
     extra = environment.extra_tests + (environment.nightly_tests if everything else ())
-    for tests in [(test,) for test in extra] if environment.over_suite else filter(None, [extra]):
+    for tests in [test.split() for test in extra] if environment.over_suite else filter(None, [extra]):
         run(*pytest, *environment.also, *tests, cwd=WORK, env=env)
 
 

@@ -1,4 +1,4 @@
-"""One session of Spark for all tests of a module: two executors with a slot and a GPU each."""
+"""One session of Spark for all tests of a process: two executors with a slot and a GPU each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spark_common import WEIGHTS
+from spark_common import WEIGHTS, end_session
 
 from polyhvd.installed import is_installed
 
@@ -25,7 +25,6 @@ collect_ignore_glob += [] if is_installed("torch") else ["test_spark_estimators_
 collect_ignore_glob += [] if is_installed("tensorflow") else ["test_spark_tensorflow.py"]
 
 START_S = 300.0  # what takes ten seconds on an idle machine
-END_S = 60.0
 #: Names a GPU for each worker that asks: 3 for the first, and 5 for the second.
 DISCOVERY = """#!/bin/sh
 for number in 3 5; do mkdir "$0.$number" 2>/dev/null && break; done
@@ -52,7 +51,7 @@ def settings(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The session, whose executors have registered."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
@@ -70,11 +69,10 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         assert time.monotonic() < deadline, "the executors have not registered"
         time.sleep(0.1)
     yield made
-    made.stop()
-    end_jvm()
+    end_session()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def frame(session: Any) -> Any:
     """Points on both sides of a plane, as vectors, arrays and numbers, in three partitions."""
     from pyspark.ml.linalg import Vectors
@@ -102,14 +100,3 @@ def store(tmp_path: Path) -> Any:
     from polyhvd.spark import Store
 
     return Store.create(str(tmp_path / "store"))
-
-
-def end_jvm() -> None:
-    """End the JVM of this process, since sessions of other tests would have the settings of this one."""
-    from pyspark import SparkContext
-
-    gateway = SparkContext._gateway
-    gateway.shutdown()
-    gateway.proc.stdin.close()  # with which the JVM ends
-    gateway.proc.wait(END_S)
-    SparkContext._gateway = SparkContext._jvm = None

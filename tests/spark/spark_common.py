@@ -14,16 +14,38 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyspark
 import pytest
 from ranks_alive import wait_until
 
 from polyhvd.data import write_parquet
 
 END_S = 5.0
+JVM_END_S = 60.0
 BUSY_S = 400.0  # for what takes a second on an idle machine
 STEPS = 6
 #: Of a plane, on both sides of which are the points of the tests of estimators.
 WEIGHTS = np.array([1.0, -2.0, 3.0, 0.5])
+
+
+def same_in_all_versions(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test of what does not depend on Spark's version: for Spark 3 it is nightly."""
+    return test if int(pyspark.__version__.partition(".")[0]) >= 4 else pytest.mark.nightly(test)
+
+
+def end_session() -> None:
+    """End the session of this process and its JVM, since another session would have its settings."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    if SparkContext._active_spark_context is None:
+        return
+    SparkSession.builder.getOrCreate().stop()
+    gateway = SparkContext._gateway
+    gateway.shutdown()
+    gateway.proc.stdin.close()  # with which the JVM ends
+    gateway.proc.wait(JVM_END_S)
+    SparkContext._gateway = SparkContext._jvm = None
 
 
 def in_world(function: Callable[..., Any], *args: Any) -> Any:

@@ -112,12 +112,12 @@ def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store
     write_points(store)
     wanted = polyhvd.run(reference, (store.get_train_data_path(), 3), num_proc=2)
     given = {"store": store, "feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8}
-    whole = regression(**given, epochs=3).fit_on_parquet()
-    assert weights_of(whole) == wanted[0] == wanted[1]
-    regression(**given, epochs=1, run_id="named").fit_on_parquet()
+    first = regression(**given, epochs=1, run_id="named").fit_on_parquet()
     resumed = regression(**given, epochs=3, run_id="named").fit_on_parquet()
-    assert weights_of(resumed) == wanted[0]
-    assert resumed.getHistory() == whole.getHistory()
+    assert weights_of(resumed) == wanted[0] == wanted[1]
+    losses = resumed.getHistory()["loss"]
+    assert losses[:1] == first.getHistory()["loss"]
+    assert len(losses) == 3
 
 
 @pytest.mark.nightly
@@ -171,7 +171,11 @@ def test_own_layers_callbacks_and_several_columns_are_used(frame: Any, store: An
     ("values", "text"),
     [
         ({"model": keras.Sequential([keras.layers.Dense(1)])}, "the model has no weights yet"),
-        ({"feature_cols": ["height"]}, r"the model does not accept batches of height \[32\]"),
+        pytest.param(
+            {"feature_cols": ["height"]},
+            r"the model does not accept batches of height \[32\]",
+            marks=pytest.mark.nightly,  # ranks find it, as in the tests of PyTorch
+        ),
         ({"feature_cols": ["array", "height"]}, "the model has 1 inputs for the 2 feature columns"),
         ({"label_cols": ["height", "side"]}, "the model has 1 outputs for the 2 label columns"),
         ({"loss": None}, "loss is missing"),

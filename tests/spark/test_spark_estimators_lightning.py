@@ -165,13 +165,13 @@ def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store
     estimator = regression(store=store)
     folder = store.get_train_data_path()
     wanted = polyhvd.run(reference, (folder, copy.deepcopy(estimator.getModel()), 3), num_proc=2)
-    whole = estimator.copy({estimator.epochs: 3}).fit_on_parquet()
-    assert values_of(whole.getModel()) == wanted[0] == wanted[1]
     named = estimator.setRunId("named")
-    named.setEpochs(1).fit_on_parquet()
+    first = named.setEpochs(1).fit_on_parquet()
     resumed = named.setEpochs(3).fit_on_parquet()
-    assert values_of(resumed.getModel()) == wanted[0]
-    assert resumed.getHistory() == whole.getHistory()
+    assert values_of(resumed.getModel()) == wanted[0] == wanted[1]
+    history = resumed.getHistory()
+    assert history[:1] == first.getHistory()
+    assert [entry["epoch"] for entry in history] == [0, 1, 2]
     with pytest.raises(ValueError, match=r"with other values of trainer_args: {}, not {'max_time': None}"):
         named.setTrainerArgs({"max_time": None}).fit_on_parquet()
 

@@ -20,6 +20,7 @@ from spark_common import (
     BUSY_S,
     END_S,
     check,
+    end_session,
     in_world,
     noted,
     parent_of,
@@ -43,7 +44,8 @@ class MineError(Exception):
 
 @pytest.fixture(scope="module", autouse=True)
 def remote() -> Iterator[Any]:
-    """A session with two slots, in which a task may fail."""
+    """A session with two slots, in which a task may fail. There can be no other one in this process."""
+    end_session()
     os.environ["PYSPARK_PYTHON"] = sys.executable
     from pyspark.sql import SparkSession
 
