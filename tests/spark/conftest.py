@@ -24,6 +24,8 @@ collect_ignore_glob += [
 collect_ignore_glob += [] if is_installed("torch") else ["test_spark_estimators_with_connect.py"]
 collect_ignore_glob += [] if is_installed("tensorflow") else ["test_spark_tensorflow.py"]
 
+#: For JVMs that live a minute: without the optimizing compiler, a session takes half of the CPU seconds.
+os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 START_S = 300.0  # what takes ten seconds on an idle machine
 #: Names a GPU for each worker that asks: 3 for the first, and 5 for the second.
 DISCOVERY = """#!/bin/sh
