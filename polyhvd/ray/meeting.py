@@ -5,6 +5,7 @@ The secret travels as an argument of a call. It is in no environment and in no l
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from polyhvd.ray.raylet import end_with_raylet
 from polyhvd.rendezvous.auth import new_secret
 from polyhvd.runtime.placement import by_host, placements, visible_gpus
 
-__all__ = ["Location", "Submit", "by_node", "check_versions", "join", "locate", "rendezvous"]
+__all__ = ["Location", "Submit", "by_node", "check_versions", "join", "locate", "rendezvous", "version"]
 
 
 class Submit(Protocol):
@@ -40,7 +41,7 @@ class Location:
         node: Ray's id of the node. Nodes of a test cluster share one address.
         address: of the node.
         gpus: ids of the GPUs that Ray has assigned to the process.
-        version: of polyhvd.
+        version: of polyhvd and Python, see :func:`version`.
         generation: of the last world that the process was in.
         is_initialized: whether it is in one now.
     """
@@ -70,7 +71,7 @@ def rendezvous(actors: Sequence[Any], *, timeout_s: float = 30.0) -> list[Any]:
     Raises:
         ValueError: there are no actors, or one is given twice.
         RuntimeError: an actor is in a world; call ``hvd.shutdown()`` in it first. Or it has another version
-            of polyhvd than this process.
+            of polyhvd or Python than this process.
         TimeoutError: actors have not answered in time: they are not running, or busy.
         RayActorError: an actor is dead.
 
@@ -109,17 +110,24 @@ def locate(submit: Submit, count: int, deadline: float) -> list[Location]:
 
 
 def check_versions(versions: Mapping[str, tuple[str, str]]) -> None:
-    """Raise RuntimeError if a process of Ray has another version of polyhvd than this one.
+    """Raise RuntimeError if a process of Ray has another version of polyhvd or Python than this one.
 
     Args:
         versions: of each process, after its node; by what messages call the process.
     """
-    for process, (node, version) in versions.items():
-        if version != __version__:
+    mine = version()
+    for process, (node, its) in versions.items():
+        if its != mine:
             raise RuntimeError(
-                f"{process} on node {node} has polyhvd {version}, and this process {__version__}; install "
-                "one version on all nodes"
+                f"{process} on node {node} has {its}, and this process {mine}; install the same versions "
+                "on all nodes"
             )
+
+
+def version() -> str:
+    """The versions of polyhvd and Python in this process: functions are sent as code of one Python."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return f"polyhvd {__version__} on Python {python}"
 
 
 def join(
@@ -190,7 +198,7 @@ def _here() -> Location:
         node=context.get_node_id(),
         address=ray.util.get_node_ip_address(),
         gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
-        version=__version__,
+        version=version(),
         generation=last_generation(),
         is_initialized=is_initialized(),
     )

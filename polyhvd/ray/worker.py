@@ -13,13 +13,13 @@ from typing import Any
 import ray
 import ray.cloudpickle
 
-from polyhvd import __version__
 from polyhvd.config import Launched
 from polyhvd.elastic import process
 from polyhvd.launch.init import leave_after, shutdown
 from polyhvd.launch.providers.elastic import MemberProvider
 from polyhvd.launch.providers.precedence import RAY
 from polyhvd.ray import metrics
+from polyhvd.ray.meeting import version
 from polyhvd.ray.raylet import end_with_raylet
 
 __all__ = [
@@ -162,8 +162,8 @@ class ElasticWorker:
     """Is one process of an elastic job: runs its function once, in world after world."""
 
     def ready(self) -> str:
-        """Return the version of polyhvd, when Ray has started the actor."""
-        return __version__
+        """Return the versions of polyhvd and Python, when Ray has started the actor."""
+        return version()
 
     def end(self) -> None:
         """End the process."""

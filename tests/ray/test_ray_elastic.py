@@ -405,7 +405,7 @@ def test_a_job_begins_without_actors_whose_resources_another_job_has_taken(
             return {node["NodeID"]: 1 for node in alive()}
         return find(room, held)
 
-    settings = ElasticRayExecutor.create_settings(1, 2, timeout_s=10.0)
+    settings = ElasticRayExecutor.create_settings(1, 2, timeout_s=15.0)
     made = ElasticRayExecutor(settings, cpus_per_slot=6)
     made.start()
     monkeypatch.setattr(NodeRoom, "available", find_late)
@@ -418,7 +418,7 @@ def test_a_job_begins_without_actors_whose_resources_another_job_has_taken(
         ray.kill(other)
     check_training([found[0]])
     assert found[1] != taken
-    assert "Ray has not started actors of the job within 10 s: their resources" in capsys.readouterr().err
+    assert "Ray has not started actors of the job within 15 s: their resources" in capsys.readouterr().err
 
 
 def step_until(folder: Path, done: Callable[[], bool]) -> Found:

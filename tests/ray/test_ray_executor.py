@@ -449,6 +449,12 @@ def test_a_busy_rank_ends_with_its_raylet_even_if_that_stays_a_zombie(ray_cluste
         wait_until(lambda: sum(item["Alive"] for item in ray.nodes()) == 2, "the node is dead", BUSY_S)
 
 
+OTHER_VERSIONS = """
+import platform, polyhvd
+polyhvd.__version__ = "0.0.9"
+platform.python_version_tuple = lambda: ("3", "9", "1")
+"""
+
 ELSEWHERE = """
 import sys, ray
 from polyhvd.ray import ElasticRayExecutor, RayExecutor
@@ -469,12 +475,12 @@ for executor in (
 @pytest.mark.parametrize(
     ("name", "source", "reason"),
     [
-        ("sitecustomize.py", "import polyhvd; polyhvd.__version__ = '0.0.9'", "has polyhvd 0.0.9, and this"),
+        ("sitecustomize.py", OTHER_VERSIONS, "has polyhvd 0.0.9 on Python 3.9, and this process polyhvd"),
         ("polyhvd/__init__.py", "raise ImportError('not this one')", "not this one"),
     ],
-    ids=["another version", "none"],
+    ids=["other versions", "none"],
 )
-def test_a_node_with_another_polyhvd_or_without_it_is_an_error(
+def test_a_node_with_other_versions_or_without_polyhvd_is_an_error(
     name: str, source: str, reason: str, cluster: str, tmp_path: Path
 ) -> None:
     file = tmp_path / name
