@@ -25,6 +25,7 @@ from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions
+from ranks_alive import is_running, wait_until
 from spark_common import (
     BUSY_S,
     END_S,
@@ -33,9 +34,7 @@ from spark_common import (
     elastic_fit,
     example_accuracy,
     files_in,
-    is_alive,
     parent_of,
-    wait_until,
     write_points,
 )
 
@@ -222,7 +221,10 @@ class Waiting:
 
     def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
         (self._folder / "waits").touch()
-        wait_until((self._folder / "go").exists, BUSY_S)
+        deadline = time.monotonic() + BUSY_S
+        while not (self._folder / "go").exists():
+            assert time.monotonic() < deadline, "not in time"
+            time.sleep(0.02)
         return arrays
 
 
@@ -232,7 +234,7 @@ def test_fits_at_once_use_their_own_rows_and_need_different_run_ids(
     given = {"store": store, "metrics": [mean_label], "backend": polyhvd.spark.LocalBackend(1)}
     first = regression(**given, run_id="one", transformation_fn=Waiting(tmp_path))
     job = ThreadPoolExecutor(1).submit(first.fit, frame)
-    wait_until(lambda: (tmp_path / "waits").exists() or job.done(), BUSY_S)
+    wait_until(lambda: (tmp_path / "waits").exists() or job.done(), "the first fit waits", BUSY_S)
     try:
         with pytest.raises(ValueError, match="another fit with run_id 'one' is running"):
             regression(**given, run_id="one").fit(frame)
@@ -262,7 +264,7 @@ def test_a_cancelled_job_group_while_rows_are_written_leaves_no_rows(
         regression(store=store, feature_cols=["array"]).fit(rows.mapInArrow(slowly, rows.schema))
 
     job = ThreadPoolExecutor(1).submit(call)
-    wait_until(lambda: bool(files_in(tmp_path)) or job.done(), BUSY_S)
+    wait_until(lambda: bool(files_in(tmp_path)) or job.done(), "rows are written", BUSY_S)
     session.sparkContext.cancelJobGroup("mine")
     assert "cancelled" in str(job.exception(BUSY_S))
     time.sleep(END_S)  # in which Spark kills its Python workers
@@ -283,14 +285,14 @@ def test_a_cancelled_job_group_ends_the_fit_and_its_ranks(
 
     job = ThreadPoolExecutor(1).submit(call)
     checkpoint = Path(store.get_checkpoint_path("mine"))
-    wait_until(lambda: checkpoint.exists() or job.done(), BUSY_S)
+    wait_until(lambda: checkpoint.exists() or job.done(), "a checkpoint is written", BUSY_S)
     session.sparkContext.cancelJobGroup("mine")
     error = job.exception(BUSY_S)
     assert isinstance(error, RuntimeError)
     assert "cancelled" in str(error)
     ranks = spark_common.started(tmp_path / "started")
     assert len(ranks) == 2
-    wait_until(lambda: not any(map(is_alive, ranks)), END_S)
+    wait_until(lambda: not any(map(is_running, ranks)), "the processes end", END_S)
     assert files_in(tmp_path / "store") == ["runs/mine/checkpoint", "runs/mine/logs/history.json"]
     assert len(regression(**given, epochs=60).fit(frame).getHistory()) == 60
 
