@@ -42,6 +42,9 @@ class Watched:
             "ranks": [(rank, {"RANK": str(rank)}) for rank in ranks],
         }
         self.agent.start(job)
+        while self.agent.unsent_bytes:  # what does not fit into the pipe
+            self.agent.flush()
+            time.sleep(0.01)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -264,3 +265,22 @@ def test_a_rank_that_stays_stopped_is_reported_once(launcher: Launcher) -> None:
     assert status == 0
     assert err.count(f"[1] polyhvd agent: this rank (pid {stopped} on ") == err.count("polyhvd agent") == 1
     assert f"was stopped by a signal, such as SIGSTOP or Ctrl-Z, 5 s ago; `kill -CONT {stopped}`" in err
+
+
+def test_a_rank_that_stays_stopped_is_ended_after_the_limit_of_stalls(launcher: Launcher) -> None:
+    stop = "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+    limit = {"POLYHVD_STALL_SHUTDOWN_TIME_SECONDS": "0.5"}
+    status, _, err = launcher.run("-np", "2", source=RANK + stop, fresh=True, env=limit)
+    assert status == 137
+    assert "rank 1 on localhost was ended by its agent: it was stopped by a signal for 5.5 s" in err
+
+
+def test_a_host_whose_ranks_are_all_stopped_may_go_on(launcher: Launcher) -> None:
+    stop = "print('pid', os.getpid(), flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+    limit = {"POLYHVD_STALL_SHUTDOWN_TIME_SECONDS": "0.001"}
+    launcher.start("-np", "2", source=RANK + stop, fresh=True, env=limit)
+    ranks = pids(launcher.wait_for("pid ", 2))
+    launcher.wait_for("polyhvd agent: ", 2, error=True)
+    time.sleep(1)  # both would have been ended
+    send(ranks, signal.SIGCONT)
+    assert launcher.finish()[0] == 0

@@ -190,7 +190,11 @@ class Agent:
         self._expected: dict[int, float] = {}  # signal that the launcher will send, too -> since when
         self._passed: set[int] = set()  # stop signals that ranks have got
         self._steps: list[tuple[float, int]] = []  # when to send which signal next
-        self._stopped: dict[int, float] = {}  # pid of a rank that is stopped -> when to report it
+        self._stopped: dict[int, float] = {}  # pid of a rank that is stopped -> since when
+        self._reported: set[int] = set()  # of those
+        self._stopped_s = float("inf")  # after which such a rank is ended
+        self._launched = 0  # ranks so far
+        self._reasons: dict[int, str] = {}  # pid of a rank that was ended here -> why
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
@@ -290,7 +294,7 @@ class Agent:
 
     def _timer_s(self) -> float | None:
         now = time.monotonic()
-        moments = [*(moment for moment, _ in self._steps), *self._stopped.values()]
+        moments = [*(moment for moment, _ in self._steps), *map(self._stopped_until, self._stopped)]
         times = [max(0.0, moment - now) for moment in moments]
         timer_s = min([*times, self._heartbeat.timer_s(now)])
         return timer_s if timer_s < float("inf") else None
@@ -410,6 +414,10 @@ class Agent:
         self._grace_s = float(job.get("grace_s", 0.0))
         timeout_s = float(job.get("heartbeat_timeout_s", HEARTBEAT_TIMEOUT_S))
         self._heartbeat = Heartbeat(timeout_s, time.monotonic())
+        # The other ranks end the job before, with what they know.
+        stopped_s = float(job.get("stopped_s", 0.0))
+        self._stopped_s = stopped_s + _STOPPED_S if stopped_s > 0 else float("inf")
+        self._launched += len(job["ranks"])
         if self._set_patience >= 0:
             os.write(self._set_patience, struct.pack("d", timeout_s))
         ignored = set(job.get("ignored", ()))
@@ -509,8 +517,9 @@ class Agent:
             if pid == 0:
                 return
             self._stopped.pop(pid, None)
+            self._reported.discard(pid)
             if os.WIFSTOPPED(status) and pid in self._ranks:
-                self._stopped[pid] = time.monotonic() + _STOPPED_S
+                self._stopped[pid] = time.monotonic()
             if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
                 continue
             rank = self._ranks.pop(pid, None)
@@ -522,13 +531,27 @@ class Agent:
             code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
             if code in (-signal.SIGKILL, 128 + signal.SIGKILL):  # the latter of a shell
                 self._send_oom_kills(rank)
-            self._send(EXITED, rank, _NUMBER.pack(code) + self._given_up.encode())
+            reason = self._reasons.pop(pid, self._given_up)
+            self._send(EXITED, rank, _NUMBER.pack(code) + reason.encode())
+
+    def _stopped_until(self, pid: int) -> float:
+        """When to report a rank that is stopped, or to end it."""
+        return self._stopped[pid] + (self._stopped_s if pid in self._reported else _STOPPED_S)
 
     def _report_stopped(self, now: float) -> None:
-        """Report ranks that do not go on: others may wait for them, or the launcher only for their end."""
-        for pid in [pid for pid, moment in self._stopped.items() if moment <= now]:
-            del self._stopped[pid]
-            if not self._suspended:
+        """Report ranks that do not go on: others may wait for them, or the launcher only for their end.
+
+        They are ended if the job has a limit, unless all ranks of this host are stopped.
+        """
+        for pid in [pid for pid in self._stopped if self._stopped_until(pid) <= now]:
+            if self._suspended or (pid in self._reported and len(self._stopped) == self._launched):
+                self._stopped[pid] = now
+            elif pid in self._reported:
+                self._reasons[pid] = f"it was stopped by a signal for {self._stopped_s:g} s"
+                self._kill(self._ranks[pid])
+                self._stopped[pid] = float("inf")
+            else:
+                self._reported.add(pid)
                 text = (
                     f"polyhvd agent: this rank (pid {pid} on {socket.gethostname()}) was stopped by a "
                     f"signal, such as SIGSTOP or Ctrl-Z, {_STOPPED_S:g} s ago; `kill -CONT {pid}` lets "

@@ -19,6 +19,7 @@ from polyhvd.rendezvous import network
 from polyhvd.runtime.placement import Placement
 
 if TYPE_CHECKING:
+    from polyhvd.config import Settings
     from polyhvd.launch.providers.allocation import Allocation
 
 __all__ = ["JobSpec", "address_of", "working_directory"]
@@ -63,13 +64,29 @@ class JobSpec:
         Raises:
             ConfigError: it is no such number.
         """
-        rows = [f"{prefix}_HEARTBEAT_TIMEOUT_S" for prefix in ("POLYHVD", "HOROVOD")]
+        default = agent.HEARTBEAT_TIMEOUT_S if self.elastic is None else HEARTBEAT_TIMEOUT_S
+        settings = self._settings("HEARTBEAT_TIMEOUT_S")
+        return default if settings is None else settings.heartbeat_timeout_s
+
+    @property
+    def stopped_s(self) -> float:
+        """After how long an agent ends a rank that is stopped by a signal; 0: never.
+
+        Raises:
+            ConfigError: the setting is no such number.
+        """
+        settings = self._settings("STALL_SHUTDOWN_TIME_SECONDS")
+        return 0.0 if settings is None else settings.stall_shutdown_s
+
+    def _settings(self, name: str) -> Settings | None:
+        """The ranks' settings with this one, or else the launcher's; None if it is not set."""
+        rows = [f"{prefix}_{name}" for prefix in ("POLYHVD", "HOROVOD")]
         given = {name: value for name, value in {**os.environ, **self.env}.items() if name in rows}
         if not given:
-            return agent.HEARTBEAT_TIMEOUT_S if self.elastic is None else HEARTBEAT_TIMEOUT_S
+            return None
         from polyhvd.config import Settings  # takes long to import
 
-        return Settings.from_environment(given).heartbeat_timeout_s
+        return Settings.from_environment(given)
 
     def within(self, allocation: Allocation, options: argparse.Namespace) -> JobSpec:
         """This job, in an allocation: with the way in which the batch system starts agents.
@@ -126,6 +143,7 @@ class JobSpec:
             "cwd": working_directory(),
             "env": {**inherited, "PYTHONUNBUFFERED": "1", **self.env, **variables},
             "grace_s": self.term_grace_s,
+            "stopped_s": self.stopped_s,
             "unset": ["POLYHVD_SECRET_FILE", "HOROVOD_SECRET_FILE"],
             "ranks": ranks,
         }
