@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import data, elastic, launch, on_spark, parity
+from benchmarks import data, elastic, launch, on_ray, on_spark, parity
 from benchmarks.interleave import Effort, Results, interleaved
 from benchmarks.launchers import CannotStart, Place
 from benchmarks.parts import PARTS, Part, chosen
@@ -23,7 +23,7 @@ from benchmarks.worlds import World, here
 from polyhvd.launch.hosts.findings import huge_pages
 
 #: What has no peers to take turns with.
-ALONE = ("data", "elastic", "launch", "parity", "spark")
+ALONE = ("data", "elastic", "launch", "parity", "ray", "spark")
 NO_HOSTS = "two hosts are namespaces: that needs root, and ip and tc of iproute2"
 
 
@@ -138,6 +138,8 @@ def main() -> int:
             return launch.main(options.output, quick=options.quick, priority=options.priority)
         if name == "data":
             return data.main(options.output, quick=options.quick)
+        if name == "ray":
+            return on_ray.main(options.output, quick=options.quick)
         if name == "spark":
             return on_spark.main(options.output, quick=options.quick)
         if name == "parity":

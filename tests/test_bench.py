@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))  # for benchmarks, which is not installed
 import netns  # noqa: E402  tests/harness, on the path by tests/conftest.py
 from launching import wait_until  # noqa: E402
 
-from benchmarks import elastic, elastic_hosts, elastic_peers, launch, on_spark, parity, turns  # noqa: E402
+from benchmarks import elastic, elastic_hosts, elastic_peers, launch, on_ray, on_spark, parity, turns  # noqa: E402
 from benchmarks.elastic_events import JobError, Log  # noqa: E402
 from benchmarks.interleave import Effort, interleaved  # noqa: E402
 from benchmarks.launchers import RENDEZVOUS, SECRET  # noqa: E402
@@ -436,3 +436,15 @@ def test_starts_of_jobs_on_spark_are_measured(tmp_path: Path) -> None:
     assert (
         "| from `run` to the first step, beside TorchDistributor, s | " in (tmp_path / "spark.md").read_text()
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    not Path(on_ray.python_of()).exists(), reason="tools/bench_peers.py ray installs Ray Train"
+)
+def test_jobs_on_ray_are_measured(tmp_path: Path) -> None:
+    assert on_ray.main(tmp_path, quick=True) == 0
+    report = (tmp_path / "ray.md").read_text()
+    assert "not measured" not in report
+    assert "| from the executor to the first step, beside TorchTrainer, s | " in report
+    assert all(label in report for label in on_ray.LOSSES)

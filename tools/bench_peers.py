@@ -37,7 +37,8 @@ def environment(name: str) -> Path:
     run(sys.executable, "-m", "venv", folder)
     (packages,) = folder.glob("lib/python*/site-packages")
     suite = [path for path in sys.path if Path(path).name == "site-packages"]
-    (packages / "suite.pth").write_text("".join(f"{path}\n" for path in suite))
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in suite]  # with polyhvd of this checkout
+    (packages / "suite.pth").write_text("".join(lines))
     return folder / "bin" / "python"
 
 
