@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyspark
 import pytest
 from ranks_alive import wait_until
 
@@ -30,6 +29,8 @@ WEIGHTS = np.array([1.0, -2.0, 3.0, 0.5])
 
 def same_in_all_versions(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test of what does not depend on Spark's version: for Spark 3 it is nightly."""
+    import pyspark  # not where conftest.py imports this module without Spark
+
     return test if int(pyspark.__version__.partition(".")[0]) >= 4 else pytest.mark.nightly(test)
 
 
