@@ -47,7 +47,7 @@ def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("def test_it():\n    pass\n\n\ndef test_more():\n    pass\n")
-    for name in load(monkeypatch).FRAMEWORKS:
+    for name in load(monkeypatch).FIRST:
         (folder / name).mkdir(exist_ok=True)
     for name in ("frameworks/torch", "tools"):
         (folder / name).mkdir(parents=True)
