@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launching import RANK, WAITING, Launcher, assert_gone, below, pids, wait_until
+from ranks_alive import is_running
 
 #: Saves a checkpoint of `seconds` when it gets a signal, and counts the signals.
 SAVING = RANK + (
@@ -276,11 +277,20 @@ def test_a_rank_that_stays_stopped_is_ended_after_the_limit_of_stalls(launcher: 
 
 
 def test_a_host_whose_ranks_are_all_stopped_may_go_on(launcher: Launcher) -> None:
-    stop = "print('pid', os.getpid(), flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+    source = (
+        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "if rank < 2: signal.pause()\n"
+    )
     limit = {"POLYHVD_STALL_SHUTDOWN_TIME_SECONDS": "0.001"}
-    launcher.start("-np", "2", source=RANK + stop, fresh=True, env=limit)
-    ranks = pids(launcher.wait_for("pid ", 2))
+    launcher.start("-np", "3", source=RANK + source, fresh=True, env=limit)
+    out = launcher.wait_for("pid ", 3)
+    (ended,) = pids(out.partition(b"[2] ")[2])[:1]
+    wait_until(lambda: not is_running(ended), "rank 2 ends")
+    ranks = [pid for pid in pids(out) if pid != ended]
+    send(ranks, signal.SIGSTOP)
     launcher.wait_for("polyhvd agent: ", 2, error=True)
     time.sleep(1)  # both would have been ended
     send(ranks, signal.SIGCONT)
+    send(ranks, signal.SIGUSR1)
     assert launcher.finish()[0] == 0

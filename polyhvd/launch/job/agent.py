@@ -193,7 +193,7 @@ class Agent:
         self._stopped: dict[int, float] = {}  # pid of a rank that is stopped -> since when
         self._reported: set[int] = set()  # of those
         self._stopped_s = float("inf")  # after which such a rank is ended
-        self._launched = 0  # ranks so far
+        self._last_exit = 0.0  # when a rank has ended
         self._reasons: dict[int, str] = {}  # pid of a rank that was ended here -> why
         self._selector = selectors.DefaultSelector()
 
@@ -417,7 +417,6 @@ class Agent:
         # The other ranks end the job before, with what they know.
         stopped_s = float(job.get("stopped_s", 0.0))
         self._stopped_s = stopped_s + _STOPPED_S if stopped_s > 0 else float("inf")
-        self._launched += len(job["ranks"])
         if self._set_patience >= 0:
             os.write(self._set_patience, struct.pack("d", timeout_s))
         ignored = set(job.get("ignored", ()))
@@ -525,6 +524,7 @@ class Agent:
             rank = self._ranks.pop(pid, None)
             if rank is None:
                 continue  # an orphan of a rank
+            self._last_exit = time.monotonic()
             for descriptor in [d for d, (owner, _) in self._pipes.items() if owner == rank]:
                 self._drain(descriptor)
             self._send_report(rank)
@@ -541,10 +541,12 @@ class Agent:
     def _report_stopped(self, now: float) -> None:
         """Report ranks that do not go on: others may wait for them, or the launcher only for their end.
 
-        They are ended if the job has a limit, unless all ranks of this host are stopped.
+        They are ended if the job has a limit, unless all ranks of this host are stopped. If others have ended
+        since, these may have waited for them.
         """
         for pid in [pid for pid in self._stopped if self._stopped_until(pid) <= now]:
-            if self._suspended or (pid in self._reported and len(self._stopped) == self._launched):
+            are_all = len(self._stopped) == len(self._ranks) and self._last_exit < self._stopped[pid]
+            if self._suspended or (pid in self._reported and are_all):
                 self._stopped[pid] = now
             elif pid in self._reported:
                 self._reasons[pid] = f"it was stopped by a signal for {self._stopped_s:g} s"
