@@ -591,7 +591,7 @@ class MpiLaunch:
 
 
 def mpi_launch(environ: Mapping[str, str] | None = None) -> MpiLaunch | None:
-    """Return whether a launcher of MPI has started this process."""
+    """Return how a launcher of MPI has started this process, or None."""
     environ = os.environ if environ is None else environ
     for launcher, rank, size in MPI_LAUNCHERS:
         if environ.get(rank, "").isdecimal():

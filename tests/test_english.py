@@ -148,3 +148,15 @@ def test_the_habits_are_found() -> None:
 def test_texts_have_none_of_the_habits(read: Callable[[Path], Iterator[Text]], patterns: list[str]) -> None:
     found = [line for path in files(*patterns) for text in read(path) for line in habits_in(text)]
     assert not found, "reword these (STYLE.md, Prose):\n" + "\n".join(found)
+
+
+def test_functions_that_return_whether_return_a_bool() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
+        for path in files("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.returns is not None
+        if (ast.get_docstring(node) or "").startswith("Return whether")
+        if not {"bool", "Tensor"} & set(re.findall(r"\w+", ast.unparse(node.returns)))
+    ]
+    assert not found

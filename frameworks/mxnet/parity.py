@@ -274,10 +274,10 @@ def run_as_written(model: Block) -> Callable[[], None]:
 
 
 def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
-    """Return whether a trainer trains a model.
+    """Check that a trainer trains a model.
 
     Raises:
-        InvalidArgumentError: it is none of Gluon, or has none of the weights.
+        InvalidArgumentError: it is not a Gluon Trainer, or has none of the model's weights.
     """
     if not isinstance(optimizer, Trainer):
         raise InvalidArgumentError(

@@ -143,10 +143,10 @@ def on_output(model: torch.nn.Module, listener: Callable[[Any], None]) -> Callab
 
 
 def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
-    """Return whether an optimizer trains a model.
+    """Check that an optimizer trains a model.
 
     Raises:
-        InvalidArgumentError: it is none of PyTorch, or has none of the weights.
+        InvalidArgumentError: it is not an optimizer of PyTorch, or has none of the model's weights.
     """
     groups = getattr(optimizer, "param_groups", None)
     if not groups or not callable(getattr(optimizer, "step", None)):

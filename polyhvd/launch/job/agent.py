@@ -711,11 +711,8 @@ def main(parent: int | None = None) -> None:
     os.set_blocking(patience, False)
     pid = os.fork()
     if pid > 0:
-        for descriptor in (
-            inlet,
-            outlet,
-            guard,
-        ):  # and not `set_patience`, which keeps `patience` from its end
+        # Not `set_patience`: without a writer, `patience` would be at its end.
+        for descriptor in (inlet, outlet, guard):
             os.close(descriptor)
         _end_like(_guard(pid, alarm, patience))
     os.close(alarm)

@@ -101,7 +101,7 @@ class FixedRanks:
         self._begun_at: float | None = None
 
     def begin(self, job: DrivenJob, now: float) -> None:
-        """Return whether nothing more will be started."""
+        """Record the time for :meth:`situation`."""
         self._begun_at = now
 
     def turn(self, now: float) -> None:

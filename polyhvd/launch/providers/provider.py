@@ -74,7 +74,9 @@ class Provider(ABC):
 
     @abstractmethod
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """Return whether this process is a rank of such a job. Pure: recorded environments test it.
+        """Return the claim of this provider if this process is a rank of such a job, else None.
+
+        Pure, so that recorded environments test it.
 
         Raises:
             ConfigError: it is one, and its variables cannot be read.

@@ -322,7 +322,7 @@ def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
     """Check that an optimizer trains a model. One without weights, since it is not built, is accepted.
 
     Raises:
-        InvalidArgumentError: it is none of Keras 3, or has none of the weights.
+        InvalidArgumentError: it is not an optimizer of Keras 3, or has none of the model's weights.
     """
     if not callable(getattr(optimizer, "apply", None)) or not hasattr(optimizer, "_trainable_variables"):
         raise InvalidArgumentError(
@@ -338,7 +338,7 @@ def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Return whether the steps of a model run as its code is written, so that tensors in them have values.
+    """Check that the steps of a model run as its code is written, so that tensors in them have values.
 
     Raises:
         InvalidArgumentError: it is compiled for a graph.
