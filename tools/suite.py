@@ -1,8 +1,8 @@
-"""Runs the test suite as two pytest processes side by side, and says in one closing line what came of it.
+"""Runs the test suite as three pytest processes side by side, and says in one closing line what came of it.
 
-The first has the tests that need processors, such as those of frameworks; most of the second's wait for
-launchers, deadlines and ends of processes.
-``python tools/suite.py -x -k allreduce`` hands its arguments to both.
+The first has the tests that need processors, those of frameworks; most of the second's wait for launchers,
+deadlines and ends of processes; the third has all others.
+``python tools/suite.py -x -k allreduce`` hands its arguments to each.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from pathlib import Path
 import costs
 
 ROOT = Path(__file__).resolve().parent.parent
-LOG = ROOT / "build" / "suite-others.log"
-#: Folders of the first process; the second has all the others, and takes as long.
+#: Folders of the first process, whose output is shown while it runs, and of the second.
 FIRST = (
     "tests/parity",
     *sorted(
@@ -31,14 +30,9 @@ FIRST = (
         for path in (ROOT / "tests").iterdir()
         if (name := path.name.partition("_")[0]) and (ROOT / "frameworks" / name).is_dir()
     ),
-    "tests/data",
-    "tests/surface",
     "tests/examples",
-    "tests/gpu",
-    "tests/mpi",
-    "tests/harness",
-    "tests/tracing",
 )
+SECOND = ("tests/launch", "tests/elastic", "tests/rendezvous")
 #: Tests of tf_keras, which has an environment of the matrix, and of the sources, which make check has.
 ELSEWHERE = (
     "tests/tensorflow/test_tensorflow_keras2.py",
@@ -78,54 +72,61 @@ def end_of(output: str) -> str:
     return "\n".join(lines[-_LAST_LINES:])
 
 
-def end_together(process: subprocess.Popen[str], other: subprocess.Popen[str]) -> None:
-    """With -x, interrupt the other process when this one has failed."""
+def end_together(process: subprocess.Popen[str], others: list[subprocess.Popen[str]]) -> None:
+    """With -x, interrupt the other processes when this one has failed."""
     if process.wait() not in (0, _NOTHING_COLLECTED) and "-x" in sys.argv:
-        with contextlib.suppress(ProcessLookupError):
-            other.send_signal(signal.SIGINT)
+        for other in others:
+            with contextlib.suppress(ProcessLookupError):
+                other.send_signal(signal.SIGINT)
+
+
+def start_logged(name: str, arguments: list[str]) -> tuple[subprocess.Popen[str], Path]:
+    """A pytest process with a separate cache, and the file that it writes its output to."""
+    log = ROOT / "build" / f"suite-{name}.log"
+    # The last to end would overwrite what the others had written to a common cache.
+    cache = f"cache_dir={ROOT / 'build' / f'pytest-{name}'}"
+    with log.open("w") as file:
+        return start(name, [*arguments, "-o", cache], stdout=file, stderr=subprocess.STDOUT), log
 
 
 def main() -> None:
-    """Run both, print the second's output when the first has ended, and add up counts and costs."""
+    """Run all, print the others' outputs when the first has ended, and add up counts and costs."""
     began = time.monotonic()
     shutil.rmtree(costs.FOLDER, ignore_errors=True)
     costs.FOLDER.mkdir(parents=True)
-    elsewhere = [f"--ignore={name}" for name in ELSEWHERE]
-    ignored = [f"--ignore={folder}" for folder in FIRST]
-    with LOG.open("w") as log:
-        # Its cache is its own, since the last to end would overwrite what the other had written.
-        others = start(
-            "others",
-            [*ignored, *elsewhere, "-o", f"cache_dir={ROOT / 'build' / 'pytest-others'}", *sys.argv[1:]],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    arguments = [*sys.argv[1:], *FIRST, *elsewhere]
-    first = start("first", arguments, stdout=subprocess.PIPE)
-    both = (first, others)
-    signal.signal(signal.SIGTERM, lambda *_: [process.send_signal(signal.SIGINT) for process in both])
-    for process, other in ((first, others), (others, first)):
-        threading.Thread(target=end_together, args=(process, other), daemon=True).start()
+    common = [*sys.argv[1:], *(f"--ignore={name}" for name in ELSEWHERE)]
+    logged = [
+        start_logged("second", [*common, *SECOND]),
+        start_logged("others", [*common, *(f"--ignore={folder}" for folder in (*FIRST, *SECOND))]),
+    ]
+    first = start("first", [*common, *FIRST], stdout=subprocess.PIPE)
+    processes = [first, *(process for process, _ in logged)]
+    signal.signal(signal.SIGTERM, lambda *_: [process.send_signal(signal.SIGINT) for process in processes])
+    for process in processes:
+        others = [other for other in processes if other is not process]
+        threading.Thread(target=end_together, args=(process, others), daemon=True).start()
     assert first.stdout is not None
     shown = []
     try:
         for line in first.stdout:
             print(line, end="", flush=True)
             shown.append(line)
-        statuses = [process.wait() for process in both]
-    except KeyboardInterrupt:  # which both have got from the terminal, too
-        for process in both:
+        statuses = [process.wait() for process in processes]
+    except KeyboardInterrupt:  # which all have got from the terminal, too
+        for process in processes:
             process.wait()
         sys.exit(130)
-    said = LOG.read_text(errors="replace")
-    print(said, end="")
+    outputs = ["".join(shown)]
+    for _, log in logged:
+        outputs.append(log.read_text(errors="replace"))
+        print(outputs[-1], end="")
     print(costs.table(costs.added(costs.read(costs.FOLDER), costs.folder_of), "folder"))
     bad = {status for status in statuses if status not in (0, _NOTHING_COLLECTED)}
-    failed = bad - {_INTERRUPTED} or bad  # with -x the failure of one has interrupted the other
-    for status, output in zip(statuses, ("".join(shown), said), strict=True):
+    failed = bad - {_INTERRUPTED} or bad  # with -x the failure of one has interrupted the others
+    for status, output in zip(statuses, outputs, strict=True):
         if status in failed:  # the end of an output is what is looked at
             print(end_of(output))
-    total = counts("".join(shown)) + counts(said)
+    total = sum(map(counts, outputs), Counter())
     order = ("failed", "error", "errors", "passed")
     names = sorted(total, key=lambda name: order.index(name) if name in order else len(order))
     summary = ", ".join(f"{total[name]} {name}" for name in names) or "no tests ran"

@@ -1,4 +1,4 @@
-"""tools/suite.py adds up the counts of two pytest processes, and tools/costs.py what their tests cost."""
+"""tools/suite.py adds up the counts of three pytest processes, and tools/costs.py what their tests cost."""
 
 from __future__ import annotations
 
@@ -41,13 +41,18 @@ def test_closing_lines_are_counted(
     assert dict(load(monkeypatch).counts(f"1 passed in 3 lines\n{line}\n")) == counted
 
 
+#: One for each process.
+TESTS = ("tests/torch/test_a.py", "tests/launch/test_c.py", "tests/test_b.py")
+
+
 def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A folder with the tools and two files of tests; the command that runs these."""
-    for name in ("tests/torch/test_a.py", "tests/test_b.py"):
+    """A folder with the tools and three files of tests; the command that runs these."""
+    for name in TESTS:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("def test_it():\n    pass\n\n\ndef test_more():\n    pass\n")
-    for name in load(monkeypatch).FIRST:
+    suite = load(monkeypatch)
+    for name in (*suite.FIRST, *suite.SECOND):
         (folder / name).mkdir(exist_ok=True)
     for name in ("frameworks/torch", "tools"):
         (folder / name).mkdir(parents=True)
@@ -57,8 +62,8 @@ def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [sys.executable, str(folder / "tools" / "suite.py")]
 
 
-@pytest.mark.parametrize("failing", [None, "tests/torch/test_a.py", "tests/test_b.py"])
-def test_both_processes_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str | None) -> None:
+@pytest.mark.parametrize("failing", [None, *TESTS])
+def test_all_processes_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str | None) -> None:
     command = tree(tmp_path, monkeypatch)
     if failing:
         (tmp_path / failing).write_text("def test_it():\n    assert 0\n\n\ndef test_more():\n    pass\n")
@@ -66,34 +71,35 @@ def test_both_processes_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     closing = done.stdout.splitlines()[-1]
     assert closing.startswith("=")
     if failing:
-        assert "1 failed, 3 passed in " in closing, done.stdout
+        assert "1 failed, 5 passed in " in closing, done.stdout
         assert done.returncode == 1
     else:
-        assert "4 passed in " in closing, done.stdout
+        assert "6 passed in " in closing, done.stdout
         assert done.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("failing", "waiting"),
-    [("tests/torch/test_a.py", "tests/test_b.py"), ("tests/test_b.py", "tests/torch/test_a.py")],
-)
-def test_with_x_a_failure_ends_the_other_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, waiting: str
+@pytest.mark.parametrize("failing", TESTS)
+def test_with_x_a_failure_ends_the_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     command = tree(tmp_path, monkeypatch)
-    begin = f"import pathlib, time\nhere = pathlib.Path({str(tmp_path / 'here')!r})\n\n\ndef test_it():\n"
-    (tmp_path / waiting).write_text(f"{begin}    here.touch()\n    time.sleep(100)\n    here.unlink()\n")
+    begin = f"import pathlib, time\nhere = pathlib.Path({str(tmp_path)!r})\n\n\ndef test_it():\n"
+    waiting = [name for name in TESTS if name != failing]
+    for number, name in enumerate(waiting):
+        (tmp_path / name).write_text(
+            f"{begin}    it = here / 'mark{number}'\n    it.touch()\n    time.sleep(100)\n    it.unlink()\n"
+        )
     (tmp_path / failing).write_text(
-        f"{begin}    for _ in range(6000):\n        if here.exists():\n            break\n"
-        "        time.sleep(0.01)\n    assert 'the reason' == ''\n"
+        f"{begin}    for _ in range(6000):\n        if len(list(here.glob('mark*'))) == 2:\n"
+        "            break\n        time.sleep(0.01)\n    assert 'the reason' == ''\n"
     )
     done = subprocess.run([*command, "-x"], capture_output=True, text=True, check=False)
-    assert (tmp_path / "here").exists(), "the other process was not ended"
+    assert len(list(tmp_path.glob("mark*"))) == 2, "another process was not ended"
     assert done.returncode == 1, done.stdout
     assert "the reason" in "".join(done.stdout.splitlines()[-50:]), done.stdout
 
 
-@pytest.mark.parametrize("failing", ["tests/torch/test_a.py", "tests/test_b.py"])
+@pytest.mark.parametrize("failing", TESTS)
 def test_the_end_shows_the_failure_below_many_skipped_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -101,7 +107,7 @@ def test_the_end_shows_the_failure_below_many_skipped_tests(
     skipping = "import pytest\n\n\n" + "".join(
         f"def test_{number}():\n    pytest.skip('{number}')\n\n\n" for number in range(60)
     )
-    for name in ("tests/torch/test_a.py", "tests/test_b.py"):
+    for name in TESTS:
         (tmp_path / name).write_text(skipping)
     with (tmp_path / failing).open("a") as file:
         file.write("def test_it():\n    assert 'the reason' == ''\n")
