@@ -435,8 +435,7 @@ class Handler:
         """
         raise CheckpointError(
             f"{type(self).__qualname__} cannot keep a {type(self.value).__qualname__} in a checkpoint: "
-            "give it "
-            "the methods exported() and imported()"
+            "give it the methods exported() and imported()"
         )
 
     def imported(self, value: Any) -> None:

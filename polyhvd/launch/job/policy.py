@@ -51,7 +51,7 @@ class FailurePolicy(Protocol):
     """A policy. A job calls it when one of its ranks has ended by itself."""
 
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
-        """Say what follows.
+        """Return what follows.
 
         The job asks for every rank that ends, in good order or not, until it stops its ranks. Its exit
         status is that of the failure which explains the others, whatever was decided.
