@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Generic, TypeVar
 
+from polyhvd.data.waiting import wait_for
+
 __all__ = ["Prefetch"]
 
 T = TypeVar("T")
@@ -73,7 +75,7 @@ class Prefetch(Generic[T]):
             Exception: the one that the iterator raised in the thread, after the items before it.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
+            wait_for(self._changed, lambda: self._ready or self._ended or self._closed)
             if self._closed or not self._ready:
                 error, self._error = self._error, None
                 raise error or RuntimeError("there is no further item")

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from polyhvd.data.waiting import wait_for
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -96,7 +98,7 @@ class ReadAhead(Generic[T]):
         if is_mine:
             self._do(first)
         with self._changed:
-            self._changed.wait_for(lambda: first.is_done)
+            wait_for(self._changed, lambda: first.is_done)
             self._bytes -= first.size
         if first.error is not None:
             raise first.error

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError  # another one before Python 3.11
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import count
@@ -26,6 +25,7 @@ from urllib.parse import unquote
 
 from polyhvd.data import delta
 from polyhvd.data.cache import token
+from polyhvd.data.waiting import is_done_by, wait_for
 from polyhvd.errors import DataError
 
 __all__ = [
@@ -316,14 +316,12 @@ def within(timeout_s: float, deadline: float, function: Callable[[], T]) -> T:
     else:
         caller.call(function, future)
     try:
-        return future.result(max(0.0, deadline - time.monotonic()))
-    except (TimeoutError, FutureTimeoutError):  # of the wait, or of the function
-        if future.done():
+        if is_done_by(future, deadline):
             return future.result()
         raise UnansweredError(
             f"the file system has not answered within {timeout_s:g} s; check that this host can reach it, or "
             "raise read_timeout_s="
-        ) from None
+        )
     finally:
         if caller is not None and not future.done():  # also after Ctrl-C
             caller.is_lost = True
@@ -785,7 +783,7 @@ class _Work(Generic[T, R]):
         """The results, or the error of the first item that has one."""
         try:
             with self._changed:
-                self._changed.wait_for(self._is_done)
+                wait_for(self._changed, self._is_done)
         except BaseException:  # Ctrl-C
             with self._changed:
                 self._end = 0

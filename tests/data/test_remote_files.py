@@ -338,20 +338,34 @@ from polyhvd.data import ParquetLoader, write_parquet
 class Hanging(MemoryFileSystem):
     def _open(self, path, mode="rb", **options):
         if mode == "rb":
-            if signals:  # one for all files: another would come while the interpreter ends
-                os.kill(os.getpid(), signals.pop())
-            time.sleep(3600)
+            if hangs.is_set():
+                if signals:  # one for all files: another would come while the interpreter ends
+                    os.kill(os.getpid(), signals.pop())
+                time.sleep(3600)
         return super()._open(path, mode=mode, **options)
 
-signals = [signal.SIGINT]
+hangs, signals = threading.Event(), [signal.SIGINT]
 for number in range(2):
     write_parquet({"x": np.arange(4)}, f"/train/{number}.parquet", filesystem=Hanging())
-ParquetLoader("/train", filesystem=Hanging(), batch_size=2, read_timeout_s=3600, placement=lambda: (0, 1))
+if "missed" in sys.argv:  # another thread takes the signal, so that it does not end a wait of the main thread
+    threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+if "footers" in sys.argv:
+    hangs.set()
+options = {"prefetch_bytes": 0} if "rows without prefetching" in sys.argv else {}
+loader = ParquetLoader(
+    "/train", filesystem=Hanging(), batch_size=2, read_timeout_s=3600, placement=lambda: (0, 1), **options
+)
+hangs.set()
+for batch in loader:
+    pass
 """
 
 
-def test_interrupt_ends_the_program_while_a_file_system_hangs() -> None:
-    command = [sys.executable, "-c", INTERRUPTED]
+@pytest.mark.parametrize("signal_is", ["seen", "missed"])
+@pytest.mark.parametrize("hanging", ["footers", "rows", "rows without prefetching"])
+def test_interrupt_ends_the_program_while_a_file_system_hangs(hanging: str, signal_is: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, hanging, signal_is]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert ended.returncode == -signal.SIGINT
     assert ended.stderr.rstrip().endswith("KeyboardInterrupt")
