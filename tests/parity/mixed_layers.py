@@ -31,10 +31,17 @@ CASES = {
     "branches of equal layers": (2, 4),
     "images of units": (2, 4),
     "weights of two layers": (2, 4),
+    "means of channels": (2, 3, 6, 5),
+    "channels moved to the front": (2, 3, 6, 5),
+    "sum of two images": (2, 3, 6, 5),
+    "weighted channels": (2, 3, 6, 5),
+    "images of several moments": (2, 5, 3, 6, 5),
 }
 _IMAGES_LAST = {"rows in a class of its own", "separable convolution", "slopes of channels"}
 _IMAGES_LAST |= {"group normalization", "steps of a convolution as rows", "two layers of the same rows"}
-_IMAGES_LAST |= {"rows beside channels", "rows of two branches"}
+_IMAGES_LAST |= {"rows beside channels", "rows of two branches", "means of channels"}
+_IMAGES_LAST |= {"channels moved to the front", "sum of two images", "weighted channels"}
+_IMAGES_LAST |= {"images of several moments"}
 
 
 def _torch(case: str) -> _Model:
@@ -75,6 +82,16 @@ def _torch(case: str) -> _Model:
 
     def equal(x: Any, first: Any, second: Any, other: Any, dense: Any) -> Any:
         return dense(joined(other(x), second(first(x))))
+
+    def summed(x: Any, one: Any, other: Any, dense: Any) -> Any:
+        return dense((one(x) + other(x)).flatten(1))
+
+    def weighted(x: Any, convolution: Any, gate: Any, dense: Any) -> Any:
+        x = convolution(x)
+        return dense((x * gate(x.mean((2, 3)))[:, :, None, None]).flatten(1))
+
+    def moments(x: Any, convolution: Any, dense: Any) -> Any:
+        return dense(convolution(x.flatten(0, 1)).reshape(2, 5, -1))
 
     def tied() -> Any:
         first, second = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -119,6 +136,17 @@ def _torch(case: str) -> _Model:
             nn.ConvTranspose2d(5, 2, 3),
         ),
         "weights of two layers": tied,
+        "means of channels": lambda: Graph(
+            lambda x, convolution, dense: dense(convolution(x).mean((2, 3))),
+            nn.Conv2d(3, 4, 3),
+            nn.Linear(4, 3),
+        ),
+        "channels moved to the front": lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(48, 3)
+        ),
+        "sum of two images": lambda: Graph(summed, nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Linear(48, 3)),
+        "weighted channels": lambda: Graph(weighted, nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Linear(48, 3)),
+        "images of several moments": lambda: Graph(moments, nn.Conv2d(3, 4, 3), nn.Linear(48, 3)),
     }[case]()
     model.eval()
 
@@ -178,6 +206,16 @@ def _gluon(case: str) -> _Model:
     def equal(x: Any, first: Any, second: Any, other: Any, dense: Any) -> Any:
         return dense(joined(other(x), second(first(x))))
 
+    def summed(x: Any, one: Any, other: Any, dense: Any) -> Any:
+        return dense(one(x) + other(x))
+
+    def weighted(x: Any, convolution: Any, gate: Any, dense: Any) -> Any:
+        x = convolution(x)
+        return dense(mx.nd.broadcast_mul(x, gate(x.mean((2, 3))).reshape((0, 0, 1, 1))))
+
+    def moments(x: Any, convolution: Any, dense: Any) -> Any:
+        return dense(convolution(x.reshape((-3, -2))).reshape((2, 5, -1)))
+
     first = nn.Dense(4, in_units=4)
     layers = {
         "steps of a convolution as rows": [
@@ -207,6 +245,11 @@ def _gluon(case: str) -> _Model:
             nn.Conv2DTranspose(2, 3),
         ],
         "weights of two layers": [first, nn.Dense(4, in_units=4, params=first.params), nn.Dense(3)],
+        "means of channels": [nn.Conv2D(4, 3), nn.GlobalAvgPool2D(), nn.Dense(3)],
+        "channels moved to the front": [nn.Conv2D(4, 3), nn.Dense(3)],
+        "sum of two images": [Graph(summed, nn.Conv2D(4, 3), nn.Conv2D(4, 3), nn.Dense(3))],
+        "weighted channels": [Graph(weighted, nn.Conv2D(4, 3), nn.Dense(4), nn.Dense(3))],
+        "images of several moments": [Graph(moments, nn.Conv2D(4, 3), nn.Dense(3, flatten=False))],
     }[case]
     net = nn.Sequential()
     net.add(*layers)
@@ -220,7 +263,9 @@ def _keras(case: str) -> _Model:
     from keras import layers
 
     shape = CASES[case][1:]
-    shape = (*shape[1:], shape[0]) if case in _IMAGES_LAST else shape
+    channels = 2 if case == "images of several moments" else 1
+    if case in _IMAGES_LAST:
+        shape = np.moveaxis(np.empty(CASES[case]), channels, -1).shape[1:]
 
     class Rows(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -252,7 +297,31 @@ def _keras(case: str) -> _Model:
         dense = layers.Dense(4)
         return layers.Dense(3)(dense(dense(x)))
 
+    def means(x: Any) -> Any:
+        return layers.Dense(3)(keras.ops.mean(layers.Conv2D(4, 3)(x), axis=(1, 2)))
+
+    def moved(x: Any) -> Any:
+        return layers.Dense(3)(layers.Flatten()(layers.Permute((3, 1, 2))(layers.Conv2D(4, 3)(x))))
+
+    def summed(x: Any) -> Any:
+        images = [layers.Conv2D(4, 3)(x), layers.Conv2D(4, 3)(x)]
+        return layers.Dense(3)(layers.Flatten()(layers.Add()(images)))
+
+    def weighted(x: Any) -> Any:
+        x = layers.Conv2D(4, 3)(x)
+        gate = layers.Dense(4)(layers.GlobalAveragePooling2D(keepdims=True)(x))
+        return layers.Dense(3)(layers.Flatten()(layers.Multiply()([x, gate])))
+
+    def moments(x: Any) -> Any:
+        rows = layers.TimeDistributed(layers.Flatten())(layers.TimeDistributed(layers.Conv2D(4, 3))(x))
+        return layers.Dense(3)(rows)
+
     functions = {
+        "means of channels": means,
+        "channels moved to the front": moved,
+        "sum of two images": summed,
+        "weighted channels": weighted,
+        "images of several moments": moments,
         "attention": lambda x: layers.MultiHeadAttention(2, 4)(x, x),
         "two layers of the same rows": two_layers,
         "rows beside channels": beside,
@@ -304,7 +373,8 @@ def _keras(case: str) -> _Model:
         )
 
     def run(x: Array) -> Any:
-        made = np.asarray(model(np.moveaxis(x, 1, -1) if case in _IMAGES_LAST else x, training=False))
+        given = np.moveaxis(x, channels, -1) if case in _IMAGES_LAST else x
+        made = np.asarray(model(given, training=False))
         return np.moveaxis(made, -1, 1) if made.ndim == 4 else made
 
     return model, run
