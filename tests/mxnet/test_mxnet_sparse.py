@@ -54,6 +54,26 @@ def test_allreduce_of_row_sparse_arrays_equals_that_of_dense_ones(hvd, mx, np):
         hvd.allgather(rows(mx, np, [1]))
 
 
+@pytest.mark.ranks(2, 3)
+def test_other_reductions_of_row_sparse_arrays_equal_those_of_dense_ones(hvd, mx, np):
+    hvd.init()
+    rank = hvd.rank()
+    values = mx.nd.array(np.random.RandomState(rank).randn(3, 2))
+    mine = mx.nd.sparse.row_sparse_array((values, [rank, rank + 1, 6]), shape=(8, 2))
+    nothing = mx.nd.sparse.zeros("row_sparse", (8, 2))
+    for op in (hvd.Max, hvd.Min, hvd.Product, hvd.Adasum):
+        for array in (mine, nothing, nothing if rank else mine):
+            expected = hvd.allreduce(array.tostype("default"), op=op).asnumpy()
+            reduced = hvd.allreduce(array, op=op)
+            assert reduced.stype == "row_sparse"
+            np.testing.assert_allclose(reduced.asnumpy(), expected, rtol=1e-6)
+            named = hvd.synchronize(hvd.allreduce_async(array, op=op, name=f"named {op}"))
+            np.testing.assert_array_equal(named.asnumpy(), reduced.asnumpy())
+            in_place = array.copy()
+            assert hvd.allreduce_(in_place, op=op) is in_place
+            np.testing.assert_array_equal(in_place.asnumpy(), reduced.asnumpy())
+
+
 @pytest.mark.ranks(2)
 def test_what_is_sent_does_not_depend_on_the_height(hvd, mx, np):
     hvd.init()
