@@ -174,6 +174,44 @@ def test_a_checkout_that_cannot_be_released_is_refused(release: ModuleType, chec
     made.git("tag", "v0.1.0")
     with pytest.raises(SystemExit, match=r"v0\.1\.0 exists, at \w{12}\."):
         release.check(made)
+    (checkout / ".git").rename(checkout / "git")
+    with pytest.raises(SystemExit, match=r"git status failed in .*: fatal: not a git repository"):
+        release.check(made)
+
+
+def test_a_changelog_that_cannot_be_committed_is_as_before(release: ModuleType, checkout: Path) -> None:
+    hook = checkout / ".git" / "hooks" / "pre-commit"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\necho refused >&2; exit 1\n")
+    hook.chmod(0o755)
+    made = release.Release("0.1.0", "2026-02-03", checkout)
+    with pytest.raises(SystemExit, match=r"git commit failed in .*: refused"):
+        release.commit_changelog(made)
+    assert made.git("status", "--porcelain") == ""
+    assert (checkout / "CHANGELOG.md").read_text() == CHANGES
+
+
+def test_a_release_tags_the_commit_of_which_its_files_were_made(
+    release: ModuleType, checkout: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("release")
+    made, into = folder / "made", folder / "dist"
+    for path in (made, into):
+        path.mkdir()
+        (path / path.name).touch()
+    at = release.Release("0.1.0", "2026-02-03", checkout)
+    commit = at.git("rev-parse", "HEAD")
+    for change in ("CITATION.cff", None):  # not committed, and committed
+        if change:
+            (checkout / change).write_text("title: other\n")
+        else:
+            at.git("commit", "--quiet", "--all", "-m", "second")
+        with pytest.raises(SystemExit, match="the checkout has changed since"):
+            release.publish(at, commit, made, into)
+    assert (at.git("tag", "--list"), os.listdir(into)) == ("", ["dist"])
+    second = at.git("rev-parse", "HEAD")
+    release.publish(at, second, made, into)
+    assert (at.git("rev-list", "-1", "v0.1.0"), os.listdir(into)) == (second, ["made"])
 
 
 def test_checksums_are_those_that_sha256sum_checks(release: ModuleType, tmp_path: Path) -> None:

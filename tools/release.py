@@ -1,9 +1,9 @@
 """Makes a release of the checkout, all but its upload; see CONTRIBUTING.md.
 
 ``python tools/release.py`` closes the changelog's section, commits that, builds and checks all wheels and the
-source distribution in dist/, writes SHA256SUMS and a bill of materials (CycloneDX) beside them, and then tags
-the commit. A run that was interrupted can be repeated. ``--dry-run`` changes nothing and builds no wheels: it
-makes the rest in build/release, with the wheels that are in dist/.
+source distribution in build/release, writes SHA256SUMS and a bill of materials (CycloneDX) beside them, moves
+all files to dist/, and then tags the commit. A run that was interrupted can be repeated. ``--dry-run``
+changes nothing and builds no wheels: it makes the rest in build/release, with the wheels that are in dist/.
 """
 
 from __future__ import annotations
@@ -61,8 +61,11 @@ class Release:
         return f"## [{self.version}]"
 
     def git(self, *words: str) -> str:
-        """Return what git prints; raises CalledProcessError."""
-        done = subprocess.run(["git", *words], cwd=self.root, check=True, capture_output=True, text=True)
+        """Return what git prints; raises SystemExit with git's own words if it fails."""
+        done = subprocess.run(["git", *words], cwd=self.root, capture_output=True, text=True)
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip()
+            raise SystemExit(f"release: git {words[0]} failed in {self.root}: {said}")
         return done.stdout.strip()
 
 
@@ -99,6 +102,7 @@ def check(release: Release) -> None:
         raise SystemExit(f"release: CITATION.cff has another version than {release.version}; write it there")
     if changed := release.git("status", "--porcelain"):
         raise SystemExit(f"release: these files are not committed; commit or remove them:\n{changed}")
+    release.git("var", "GIT_COMMITTER_IDENT")  # fails without a name for commits and tags
     if release.git("tag", "--list", release.tag):
         at = release.git("rev-list", "-1", release.tag)
         raise SystemExit(
@@ -107,14 +111,22 @@ def check(release: Release) -> None:
         )
 
 
-def commit_changelog(release: Release) -> None:
-    """Cut it and commit that, unless an earlier run has."""
+def commit_changelog(release: Release) -> str:
+    """Cut it and commit that, unless an earlier run has; return the commit.
+
+    If it cannot be committed, the file is as before.
+    """
     path = release.root / "CHANGELOG.md"
     text = path.read_text()
-    if f"\n{release.heading} - " in text:
-        return
-    path.write_text(cut(text, release.version, release.date))
-    release.git("commit", "--quiet", "-m", f"Release {release.version}", "--", "CHANGELOG.md")
+    if f"\n{release.heading} - " not in text:
+        try:
+            path.write_text(cut(text, release.version, release.date))
+            release.git("commit", "--quiet", "-m", f"Release {release.version}", "--", "CHANGELOG.md")
+        except BaseException:
+            if release.git("status", "--porcelain", "--", "CHANGELOG.md"):
+                path.write_text(text)
+            raise
+    return release.git("rev-parse", "HEAD")
 
 
 def build_source(release: Release, into: Path) -> Path:
@@ -217,6 +229,23 @@ def finish(release: Release, folder: Path, wheels: list[Path]) -> list[Path]:
     return [*files, write_sums(folder, files)]
 
 
+def publish(release: Release, commit: str, made: Path, into: Path) -> None:
+    """Move the files of a release to their folder, and tag the commit of which they were made.
+
+    Raises:
+        SystemExit: the checkout has changed meanwhile; nothing is moved or tagged.
+    """
+    changed = release.git("status", "--porcelain")
+    if changed or release.git("rev-parse", "HEAD") != commit:
+        raise SystemExit(
+            f"release: the checkout has changed since {commit[:12]}, of which the files in {made} were to be "
+            f"made. Commit or remove changes, and run it again:\n{changed}"
+        )
+    shutil.rmtree(into, ignore_errors=True)
+    shutil.move(made, into)
+    release.git("tag", "--annotate", "--message", f"polyhvd {release.version}", release.tag, commit)
+
+
 def main() -> int:
     """Make a release, or try what can be tried of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -225,28 +254,36 @@ def main() -> int:
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     release = Release(read_version(ROOT), today)
     check(release)
+    folder = ROOT / "build" / "release"
     built = ROOT / "dist"
     if options.dry_run:
         changelog = (ROOT / "CHANGELOG.md").read_text()
         if f"\n{release.heading} - " not in changelog:
             cut(changelog, release.version, release.date)
-        folder = ROOT / "build" / "release"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+    else:
+        commit = commit_changelog(release)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if options.dry_run:
         wheels = [Path(shutil.copy(path, folder)) for path in built.glob(f"polyhvd-{release.version}-*.whl")]
         for path in finish(release, folder, wheels):
             print(path)
         print(f"release: {release.tag} can be made; nothing was committed, tagged or built as a wheel")
         return 0
-    commit_changelog(release)
-    shutil.rmtree(built, ignore_errors=True)
-    subprocess.run([sys.executable, ROOT / "tools" / "wheels.py", "--into", built], check=True)
-    for path in finish(release, built, list(built.glob("*.whl"))):
-        print(path)
-    release.git("tag", "--annotate", "--message", f"polyhvd {release.version}", release.tag)
+    command = [sys.executable, ROOT / "tools" / "wheels.py", "--into", folder]
+    if status := subprocess.run(command).returncode:
+        raise SystemExit(f"release: the wheels were not built (exit status {status}); nothing was tagged")
+    files = finish(release, folder, list(folder.glob("*.whl")))
+    publish(release, commit, folder, built)
+    for path in files:
+        print(built / path.name)
     print(f"release: tagged {release.tag}; CONTRIBUTING.md describes the upload")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        print("release: interrupted; nothing was tagged, dist/ is as before. Run it again", file=sys.stderr)
+        raise SystemExit(130) from None

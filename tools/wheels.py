@@ -281,14 +281,16 @@ def commit_time() -> str:
 
 
 def build(wheel: Wheel, into: Path) -> Path:
-    """Build it; the path of the file."""
+    """Build and check it, then move it into a folder; the path of the file."""
     environment = prepare(wheel, compiler_for(wheel.platform))
     program = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     into.mkdir(parents=True, exist_ok=True)
+    made = wheel.folder / "dist"
+    shutil.rmtree(made, ignore_errors=True)
     log = wheel.folder / "log"
     with log.open("w") as file:
         done = subprocess.run(
-            [sys.executable, "-c", program, into],
+            [sys.executable, "-c", program, made],
             cwd=ROOT,
             env=environment,
             stdout=file,
@@ -299,7 +301,9 @@ def build(wheel: Wheel, into: Path) -> Path:
         raise SystemExit(
             f"wheels: setup.py failed for CPython {wheel.python} on {wheel.platform.tag}; see {log}"
         )
-    return into / log.read_text().split()[-1]
+    path = made / log.read_text().split()[-1]
+    check(path, wheel)
+    return Path(shutil.move(path, into / path.name))
 
 
 def check(path: Path, wheel: Wheel) -> None:
@@ -382,7 +386,6 @@ def main() -> int:
             began = time.monotonic()
             wheel = Wheel(version, platform, folder)
             path = build(wheel, options.into.resolve())
-            check(path, wheel)
             size = path.stat().st_size / 1e6
             print(f"{path.name}  {size:.2f} MB  {time.monotonic() - began:.0f} s  ({folder})", flush=True)
     missing = [version for version, folder in headers.items() if folder is None]
@@ -396,4 +399,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        print("wheels: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
