@@ -164,6 +164,7 @@ METRICS: tuple[Metric, ...] = (
 JOB_METRICS: Mapping[str, str] = {
     "report_age_seconds": "Time since the last report of the rank, which is frozen if this grows",
     "job_reporting_ranks": "Ranks that run and have reported",
+    "job_running_processes": "Processes that have not ended: ranks, reporting or not, and spares",
     "job_start_time_seconds": "When the job was started, in seconds since 1970",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
+import contextlib
 import json
 import os
 import re
@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,29 @@ def test_page_of_a_job_survives_a_frozen_rank_and_ends_with_polyhvdrun(launcher:
         scrape(url)
 
 
+def test_rank_that_is_frozen_before_its_first_report_is_missing_and_counted(launcher: Launcher) -> None:
+    frozen = "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+    source = "import signal\n" + STEPS.replace("def step", frozen + "def step") + "while True: step()\n"
+    launcher.start("-np", "2", "--metrics-port", "0", source=source, env=OFTEN)
+    url = url_of(launcher)
+
+    def has_reports(number: int) -> Callable[[Samples], bool]:
+        return lambda found: found["polyhvd_job_reporting_ranks", ",,"] == number
+
+    samples = until(url, has_reports(1), "the report of rank 0")
+    ranks = pids(launcher.wait_for("pid ", 2))
+    assert samples["polyhvd_job_running_processes", ",,"] == 2
+    assert ("polyhvd_ranks", "1,localhost,1") not in samples
+    assert launcher.process is not None
+    shown = run_top("--once", "--job", str(launcher.process.pid)).stdout
+    assert shown.splitlines()[2] == "no report yet: rank 1"
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
+    until(url, has_reports(2), "both reports")
+    os.kill(ranks[1], signal.SIGKILL)
+    launcher.finish()
+
+
 def test_page_of_an_elastic_job_follows_the_world(launcher: Launcher) -> None:
     launcher.start(
         "-np", "2", "--min-np", "1", "--spares", "1", "--metrics-port", "0", source=ELASTIC, env=OFTEN
@@ -243,7 +267,7 @@ def report(number: int, **words: Any) -> bytes:
     ],
 )
 def test_invalid_report_is_ignored(data: bytes) -> None:
-    metrics = JobMetrics({0, 1}.__contains__, [Host("a", 2)])
+    metrics = JobMetrics({0, 1}, [Host("a", 2)])
     metrics.observe(1, report(1))
     metrics.observe(0, data)
     assert [found.rank for found in metrics.reports()] == [1]
@@ -251,7 +275,7 @@ def test_invalid_report_is_ignored(data: bytes) -> None:
 
 def test_page_leaves_out_what_is_no_number_and_ranks_that_have_ended() -> None:
     running = {0, 1}
-    metrics = JobMetrics(running.__contains__, [Host('a"\\b', 2)])
+    metrics = JobMetrics(running, [Host('a"\\b', 2)])
     metrics.observe(
         0, b'{"rank": 0, "host": "0", "generation": 1, "values": {"steps_total": NaN, "evil": 1}}'
     )
@@ -267,30 +291,25 @@ def test_page_leaves_out_what_is_no_number_and_ranks_that_have_ended() -> None:
     ][-1].samples[0].value == 0
 
 
-def test_silent_clients_do_not_stop_others_for_ever() -> None:
+def test_hostile_clients_do_not_keep_others_from_the_page() -> None:
     endpoint = Endpoint("127.0.0.1", 0, lambda: "a 1\n")
+    address = re.fullmatch(r"http://(.*):(\d+)/metrics", endpoint.url)
+    assert address
+    clients = [socket.create_connection((address[1], int(address[2]))) for _ in range(40)]
     try:
-        host, port = endpoint.url.removeprefix("http://").removesuffix("/metrics").split(":")
-        silent = [socket.create_connection((host, int(port))) for _ in range(20)]
-
-        def answers() -> bool:
-            connection = http.client.HTTPConnection(host, int(port), timeout=5)
-            try:
-                connection.request("GET", "/metrics")
-                return connection.getresponse().read() == b"a 1\n"
-            except (OSError, http.client.HTTPException):
-                return False
-            finally:
-                connection.close()
-
-        for each in silent[8:]:
-            each.close()
-        wait_until(answers, "an answer")
-        for each in silent:
-            each.close()
+        for number, client in enumerate(clients):
+            with contextlib.suppress(OSError):  # the oldest have been ended
+                client.sendall((b"", b"GET /metrics HTTP/1.1\r\nSlow: 1")[number % 2])
+        with socket.create_connection((address[1], int(address[2]))) as garbage, contextlib.suppress(OSError):
+            garbage.sendall(bytes(70_000))
+        for _ in range(5):
+            with urllib.request.urlopen(endpoint.url, timeout=5) as answer:
+                assert answer.read() == b"a 1\n"
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(endpoint.url.removesuffix("metrics"), timeout=5)
     finally:
+        for client in clients:
+            client.close()
         endpoint.close()
 
 
@@ -303,7 +322,7 @@ def test_top_refuses_invalid_answers_and_shows_no_control_characters() -> None:
         "sentence": "runs",
         "since": None,
     }
-    found: dict[str, Any] = {**head, "reason": "", "until": None, "reports": []}
+    found: dict[str, Any] = {**head, "reason": "", "until": None, "slots": [], "reports": []}
     assert top.page(7, found, 1.0)[0] == "job 7, for 1 s: a\\x1b[2J"
     row = {
         "rank": 0,
@@ -401,6 +420,12 @@ def test_dashboard_queries_metrics_that_exist() -> None:
         names = set(re.findall(r"\bpolyhvd_\w+", query))
         assert names, query
         assert names <= known, query
+    (source,) = (item["name"] for item in dashboard["templating"]["list"] if item["type"] == "datasource")
+    of_prometheus = {"type": "prometheus", "uid": f"${{{source}}}"}
+    readers = [item for item in dashboard["templating"]["list"] if item["type"] == "query"]
+    assert all(each["datasource"] == of_prometheus for each in [*dashboard["panels"], *readers])
+    variables = {item["name"] for item in dashboard["templating"]["list"]}
+    assert {*re.findall(r"\$\{?(\w+)", json.dumps(dashboard))} - {"__all"} <= variables
     places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
     assert len({*places}) == len(places)
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(places)

@@ -19,10 +19,14 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PATH = "/metrics"
 _CLIENTS_MAX = 16
 _CLIENT_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 1.0  # until a thread whose connection was shut down has ended
 
 
 class Endpoint:
     """Serves a page over HTTP, with a thread for each client, until ``close``.
+
+    If too many clients are connected, the oldest connection ends. So clients that send nothing, or slowly, do
+    not keep others from the page.
 
     Args:
         address: to listen on.
@@ -65,22 +69,33 @@ class _Server(socketserver.ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.page = page
         self._clients = threading.BoundedSemaphore(_CLIENTS_MAX)
+        self._connections: dict[socket.socket, None] = {}  # the oldest one first; each operation is atomic
         super().__init__((address, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._clients.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+            self._end_oldest()
+            if not self._clients.acquire(timeout=_END_TIMEOUT_S):
+                self.shutdown_request(request)
+                return
+        self._connections[request] = None
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # the system has no more threads
+            self._connections.pop(request, None)
             self._clients.release()
             self.shutdown_request(request)
+
+    def _end_oldest(self) -> None:
+        for connection in list(self._connections)[:1]:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self._connections.pop(request, None)
             self._clients.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -68,7 +68,7 @@ class Job:
         self._hosts = list(spec.hosts)
         self._ranks = ranks_of(spec)
         self._running = {placement.rank for placement in spec.placements}
-        self._metrics = JobMetrics(self._running.__contains__, self._hosts)
+        self._metrics = JobMetrics(self._running, self._hosts)
         self._endpoint = self._open_endpoint()
         address = address_of(spec, self._local)
         self.rendezvous = Server(parse_secret(self.secret), address, observe=self._observe)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,19 +42,19 @@ class JobMetrics:
     """See the module. Reports are written by the thread of the rendezvous, and read by any thread.
 
     Args:
-        is_running: whether a process of this number has not ended. It must not wait.
+        running: numbers of the processes that have not ended. Another thread changes it.
         hosts: of the job; ranks name them by number.
     """
 
-    def __init__(self, is_running: Callable[[int], bool], hosts: Sequence[Host] = ()) -> None:
-        self._is_running = is_running
+    def __init__(self, running: Set[int], hosts: Sequence[Host] = ()) -> None:
+        self._running = running
         self._hosts = hosts
         self._reports: dict[int, RankReport] = {}  # by number of the process; copied as a whole by readers
         self._started_at = time.time()
 
     def observe(self, number: int, value: bytes) -> None:
         """Take the report of a process; one that is invalid is ignored."""
-        if not self._is_running(number):
+        if number not in self._running:
             return
         try:
             report = RankReport.decoded(value, time.monotonic())
@@ -64,7 +64,7 @@ class JobMetrics:
 
     def reports(self) -> list[RankReport]:
         """The last report of each process that runs, in the order of ranks."""
-        found = [report for number, report in self._reports.copy().items() if self._is_running(number)]
+        found = [report for number, report in self._reports.copy().items() if number in self._running]
         return sorted(found, key=lambda report: (report.rank, report.generation))
 
     def answers(self) -> Iterator[dict[str, Any]]:
@@ -98,7 +98,11 @@ class JobMetrics:
                 for label, report in zip(labels, found, strict=True)
                 if metric.name in report.values
             ]
-        job = {"job_start_time_seconds": self._started_at, "job_reporting_ranks": len(found)}
+        job = {
+            "job_start_time_seconds": self._started_at,
+            "job_reporting_ranks": len(found),
+            "job_running_processes": len(self._running),
+        }
         for name, text in JOB_METRICS.items():
             lines += _head(name, "gauge", text)
             if name in job:

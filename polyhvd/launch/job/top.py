@@ -22,8 +22,12 @@ __all__ = ["add_options", "main", "page"]
 #: Ranks of a job that are shown; ``--json`` has all.
 _ROWS_MAX = 64
 _JOBS_MAX = 32
+#: Ranks without a report that are named.
+_NAMED_MAX = 8
 #: A report of this age, in seconds, shows that the rank is frozen; see POLYHVD_METRICS_INTERVAL_S.
 _OLD_S = 10.0
+#: States of slots whose ranks report.
+_RUNNING = ("running", "training")
 _INVALID = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 #: The title of each column, and how its text is made of a report.
@@ -141,11 +145,22 @@ def _read(job: int, found: Mapping[str, Any], now: float) -> tuple[list[str], li
         reports = found["reports"]
         head = [printable(line) for line in status.head(found, now)]
         rows = [[text(report) for _, text in _COLUMNS] for report in reports[:_ROWS_MAX]]
+        silent = _silent(found["slots"], reports)
     except _INVALID:
         raise OSError(f"job {job} has sent an invalid answer") from None
     if len(reports) > len(rows):
         head.append(f"{len(reports) - len(rows)} more ranks: --json has all")
+    if rows and silent:
+        named = ", ".join(map(str, silent[:_NAMED_MAX]))
+        more = f", and {len(silent) - _NAMED_MAX} more" if len(silent) > _NAMED_MAX else ""
+        head.append(f"no report yet: {'rank' if len(silent) == 1 else 'ranks'} {named}{more}")
     return head, rows
+
+
+def _silent(slots: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The ranks that run and have not reported."""
+    running = {int(slot["rank"]) for slot in slots if slot["state"] in _RUNNING and slot["rank"] is not None}
+    return sorted(running - {int(report["rank"]) for report in reports})
 
 
 def _shown(answers: Sequence[tuple[int, dict[str, Any] | str]]) -> RenderableType:
