@@ -105,6 +105,19 @@ def test_a_cluster_s_package_that_is_missing_is_an_error_with_the_command_that_i
     assert last.endswith(f"pip install 'polyhvd[{module}]'")
 
 
+def test_a_library_of_the_system_that_mxnet_lacks_is_an_error_with_the_command_that_installs_it(
+    tmp_path: Path,
+) -> None:
+    words = "libgomp.so.1: cannot open shared object file: No such file or directory"
+    (tmp_path / "site" / "mxnet").mkdir(parents=True)  # as MXNet's own library fails on a slim system
+    (tmp_path / "site" / "mxnet" / "__init__.py").write_text(f"raise OSError({words!r})\n")
+    done = _run("import sys; sys.path.insert(0, 'site')\nimport polyhvd.mxnet\n", tmp_path)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: MXNet cannot open a library of the system: {words}. Install it, on Debian and Ubuntu "
+        "as root with: apt-get install libgomp1 libquadmath0"
+    )
+
+
 @pytest.mark.parametrize("module", FRAMEWORKS)
 def test_a_framework_that_is_missing_is_an_error_with_the_command_that_installs_it(module: str) -> None:
     name, command = FRAMEWORKS[module]

@@ -21,6 +21,16 @@ from polyhvd.installed import require as _require
 
 _require(__name__)
 _make_mxnet_importable()
+try:
+    import mxnet as _mxnet  # noqa: F401
+except OSError as error:  # it opens its library, which needs two that slim systems lack
+    if not {"libgomp.so.1", "libquadmath.so.0"} & {*str(error).split(":")}:
+        raise
+    raise ImportError(
+        f"MXNet cannot open a library of the system: {error}. Install it, on Debian and Ubuntu as root with: "
+        "apt-get install libgomp1 libquadmath0",
+        name="mxnet",
+    ) from None
 
 from polyhvd.mxnet import estimator, kvstore, verbs
 from polyhvd.mxnet.base import Compression

@@ -19,7 +19,8 @@ from polyhvd.testing.stand_ins import is_installed
 ROOT = Path(__file__).resolve().parents[2]
 #: The framework that a program's module imports.
 FRAMEWORKS = {"keras": "tensorflow", "tensorflow.keras": "tensorflow"}
-PAGES = sorted([*(ROOT / "docs" / "guides").glob("*.md"), *(ROOT / "docs").glob("moving-from-*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([DOCS / "index.md", *DOCS.glob("guides/*.md"), *DOCS.glob("moving-from-*.md")])
 FENCE = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 TITLE = re.compile(r'title="([\w.-]+)"')
 NUMBER = re.compile(r"-?\b\d+\.\d+(?:e-?\d+)?\b")
