@@ -19,7 +19,7 @@ from polyhvd.data import ParquetLoader, write_parquet
 
 FILES, CALL_S = 10_000, 0.01
 #: Bytes of the data set whose epoch shows how much memory is used.
-LARGE = 1 << 30
+LARGE = 10 << 30
 
 
 def resident() -> float:

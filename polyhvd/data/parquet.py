@@ -484,7 +484,10 @@ class _Shard:
                     self._windows[planned.stream] = self._mixed(planned, ahead)
                     continue
                 for stream, taken in planned.pieces:
-                    pieces.append([array[taken] for array in self._windows[stream]])
+                    own = [array[taken] for array in self._windows[stream]]
+                    if planned.weight is None:  # or the views would keep all windows that this step replaces
+                        own = [array.copy() for array in own]
+                    pieces.append(own)
                 if planned.weight is not None:
                     yield [np.concatenate(parts) for parts in zip(*pieces, strict=True)], planned.weight
                     pieces = []
