@@ -8,6 +8,7 @@ clock or a framework.
 
 from __future__ import annotations
 
+import math
 import sys
 import zlib
 from collections.abc import Sequence
@@ -320,6 +321,38 @@ class Order:
         found = np.flatnonzero(low < high)
         columns = (streams[found], (first + low)[found], (high - low)[found])
         return [Run(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def readers(self, rows: int, size: int) -> Indices:
+        """How many ranks read each stream in an epoch of full steps.
+
+        Args:
+            rows: of a step, over all ranks; at least ``size``.
+            size: number of ranks.
+
+        Returns:
+            Their number for each stream, [stream].
+
+        Example::
+
+            Order([4096] * 1024, streams=64).readers(rows=30, size=3).mean()  # 1.66
+        """
+        step = Step(0, rows, size)
+        firsts = np.asarray([step.bounds(rank)[0] for rank in range(size)])
+        changes = np.zeros((self.streams, size + 1), np.int64)
+        # The pattern of a step depends on the stream that it begins with.
+        kinds = self.streams // math.gcd(self.streams, rows)
+        for number in range(min(kinds, max(1, self.total // rows))):
+            cursor, streams = number * rows % self.streams, self._in_line
+            first = (cursor - streams + self.streams - 1) // self.streams
+            count = (cursor + rows - streams + self.streams - 1) // self.streams - first
+            after = np.cumsum(count)
+            found = np.flatnonzero(count)
+            lowest = np.searchsorted(firsts, (after - count)[found], "right") - 1
+            highest = np.searchsorted(firsts, after[found] - 1, "right") - 1
+            changes[streams[found], lowest] += 1
+            changes[streams[found], highest + 1] -= 1
+        readers: Indices = (np.cumsum(changes, axis=1) > 0).sum(axis=1, dtype=np.int64)
+        return readers
 
     def dealt(self, step: Step, rank: int) -> tuple[list[Run], float]:
         """A rank's rows of a step and their weight; if it has none, one row of weight 0, for means."""

@@ -282,18 +282,27 @@ class FileLoader(Loader):
             size = self._place().size
         except NotInitializedError:
             return
-        if size <= order.streams:
+        groups = len(self._files.groups)
+        readers = float(order.readers(max(size, self._rows(Place(0, size))), size).mean())
+        times = readers * (1 + (order.streams - 1) / groups)
+        if size <= order.streams and times <= 2:
+            yield f"reading: {size} rank{'s' * (size > 1)} read a row group {times:.1f} times in an epoch"
             return
-        if order.shuffle:
+        if size <= order.streams:
+            cause = f"steps of few rows are not spread evenly over {size} ranks"
+            cure = (
+                "use batches of at least 10 rows for each rank, or a number of ranks that is a power of two"
+            )
+        elif order.shuffle and groups < _GROUPS_OF_STREAM * size:
             rows = max(1, order.total // (_GROUPS_OF_STREAM * size))
             cure = f"write files with at most {rows:,} rows per group (write_parquet(rows_per_group=...))"
         else:
             streams = 1 << (size - 1).bit_length()
-            cure = f"pass streams={streams}, which interleaves rows of as many parts of the data"
-        yield (
-            f"warning: {size} ranks share {order.streams} stream{'s' * (order.streams > 1)}, so that a row "
-            f"group is read about {size / order.streams:.1f} times in each epoch; {cure}"
-        )
+            cure = f"pass streams={streams}"
+            cure += "" if order.shuffle else ", which interleaves rows of as many parts of the data"
+        if size > order.streams:
+            cause = f"{size} ranks share {order.streams} stream{'s' * (order.streams > 1)}"
+        yield f"warning: {cause}: a row group is read about {times:.1f} times in an epoch; {cure}"
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the steps that are left in this epoch."""

@@ -190,6 +190,38 @@ def test_row_groups_are_read_twice_at_most_in_other_worlds(tmp_path: Path, size:
     assert read_by(size, folder, batch_size=8) <= 2
 
 
+@given(
+    groups=st.lists(st.integers(1, 9), min_size=1, max_size=30),
+    size=st.integers(1, 9),
+    batch=st.integers(1, 12),
+    streams=st.sampled_from([None, 1, 2, 4, 8]),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**40),
+)
+@settings(max_examples=repeats(15, 200), deadline=None)
+def test_row_groups_are_read_as_often_as_the_loader_describes(
+    groups: list[int], size: int, batch: int, streams: int | None, shuffle: bool, seed: int
+) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = written(Path(scratch), [groups])
+        options = {"batch_size": batch, "streams": streams, "shuffle": shuffle, "seed": seed, "last": "drop"}
+        loaders = [loader_of(folder, placement=lambda r=r: (r, size), **options) for r in range(size)]
+        rows = [row for loader in loaders for row in rows_of(loader)]
+    assert len(rows) == len(set(rows)) == sum(groups) // (size * batch) * (size * batch)
+    read = sum(loader.groups_read for loader in loaders)
+    order = loaders[0]._order
+    readers = order.readers(size * batch, size)
+    parts = sum(
+        len(order.window_at(0, v, 0).sections) * readers[v] for v in range(order.streams) if order.length(v)
+    )
+    if order.window >= order.length(0):
+        assert read <= parts
+    if order.streams % size == 0:
+        assert read <= len(groups) + order.streams - 1
+    elif size < order.streams:
+        assert read <= 2 * (len(groups) + order.streams - 1)
+
+
 def test_order_is_that_of_the_arithmetic_however_rows_are_read(tmp_path: Path) -> None:
     sizes = [5, 0, 9, 1, 1, 7, 12, 3]
     loader = loader_of(written(tmp_path, [sizes[:4], sizes[4:]]), seed=3, streams=3, shuffle_bytes=1500)
@@ -859,12 +891,19 @@ def test_loader_describes_its_files_without_reading_them(tmp_path: Path) -> None
 def test_description_warns_of_row_groups_that_are_too_few_or_too_large(tmp_path: Path) -> None:
     folder = written(tmp_path, [[100] * 8])
     few = loader_of(folder, placement=lambda: (0, 16)).describe()
-    assert "16 ranks share 4 streams, so that a row group is read about 4.0 times in each epoch" in few
+    assert "16 ranks share 4 streams: a row group is read about 5.5 times in an epoch" in few
     assert "at most 5 rows per group (write_parquet(rows_per_group=...))" in few
     large = loader_of(folder, shuffle_bytes=1000).describe()
     assert "row groups are large" in large
     unshuffled = loader_of(folder, shuffle=False, streams=1, placement=lambda: (0, 3)).describe()
-    assert "pass streams=4" in unshuffled
+    assert "pass streams=4, which interleaves" in unshuffled
+    (tmp_path / "many").mkdir()
+    many = written(tmp_path / "many", [[1] * 640])
+    small = loader_of(many, placement=lambda: (0, 53), batch_size=1).describe()
+    assert "over 53 ranks: a row group is read about 2.9 times in an epoch" in small
+    assert "use batches of at least 10 rows for each rank" in small
+    assert "warning" not in loader_of(many, placement=lambda: (0, 53), batch_size=10).describe()
+    assert "pass streams=64" in loader_of(many, placement=lambda: (0, 64), streams=8, batch_size=1).describe()
 
 
 def test_first_batch_needs_a_part_of_many_small_row_groups(tmp_path: Path) -> None:
@@ -874,6 +913,22 @@ def test_first_batch_needs_a_part_of_many_small_row_groups(tmp_path: Path) -> No
     assert loader.groups_read < 1200
     batches.close()
     assert sorted(rows_of(loader)) == list(range(6000))
+
+
+def test_windows_that_a_step_replaces_are_freed_one_by_one(tmp_path: Path) -> None:
+    rows = np.zeros((2400, 10_000), np.uint8)
+    write_parquet({"x": rows}, tmp_path / "0.parquet", rows_per_group=10)
+    loader = loader_of(tmp_path, batch_size=120, prefetch_bytes=0, shuffle_bytes=6_000_000)
+    assert (
+        "shuffling: 16 streams, each mixed within 37 rows" in loader.describe()
+    )  # no step ends with a window
+    tracemalloc.start()
+    try:
+        assert sum(len(batch.indices) for batch in loader) == len(rows)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 6_000_000 + 5 * 1_200_000  # batches, and the rest of a row group of each stream
 
 
 def test_rows_are_decoded_into_the_array_of_the_batch(tmp_path: Path) -> None:
