@@ -75,7 +75,8 @@ class Agreement:
     def __init__(self, what: str, describe: Callable[[], Description]) -> None:
         self._describe = describe
         callers = _callers()
-        self._label = f"{what}({callers[0]})" if callers else what
+        #: The class of the loader and the line that has made it.
+        self.label = f"{what}({callers[0]})" if callers else what
         key = hashlib.sha256(json.dumps([what, callers]).encode()).hexdigest()[:16]
         with _lock:  # numbered here, since a rank may load from one of them before the others do
             _made[key] += 1
@@ -120,7 +121,7 @@ class Agreement:
             begun[self._key] += 1
             number = begun[self._key]
         self._world, self._difference = weakref.ref(world), None
-        self._name = f"{_PREFIX}{self._label}.{self._key}.{number}"
+        self._name = f"{_PREFIX}{self.label}.{self._key}.{number}"
         items = [[heading, list(texts.items())] for heading, texts in self._describe().items()]
         text = json.dumps(items).encode()
         self._text = zlib.compress(text, 1)  # libraries of zlib compress differently
@@ -139,7 +140,7 @@ class Agreement:
             _LOG.warning(
                 "%s: rank %d of %d has been loading for %.0f s, and other ranks have not begun: it gets "
                 "only its part of the rows. If other ranks do not load them, pass placement=lambda: (0, 1)",
-                self._label,
+                self.label,
                 world.placement.rank,
                 world.placement.size,
                 waited_s,
@@ -180,7 +181,7 @@ class Agreement:
             named = " and ".join(map(ranks_named, groups))
             difference = f"{named} have different data, arguments or positions"
         text = (
-            f"{self._label}: the ranks read different data: {difference}; {_CURES.get(heading, _CURE)}, or "
+            f"{self.label}: the ranks read different data: {difference}; {_CURES.get(heading, _CURE)}, or "
             "pass placement= for a loader that not all ranks share"
         )
         if difference.startswith(_EPOCH) and world.member is not None and world.placement.generation > 1:

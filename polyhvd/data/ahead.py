@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from typing import Any
 
 import numpy.typing as npt
 
 from polyhvd.data.finishing import Finishing, Made
+from polyhvd.data.patience import LOOK_S, look
 from polyhvd.data.prefetch import Prefetch
 from polyhvd.data.workers import Task, Workers
 from polyhvd.errors import DataError
@@ -32,6 +33,8 @@ class Ahead:
         bytes_max: of batches ahead. One batch, or one for each process, is always allowed. A batch that a
             process has not made yet counts as the largest one so far.
         epoch, number: of the first batch, for errors.
+        label: the loader, for reports of long waits.
+        reading: returns the row groups that are being read, likewise.
     """
 
     def __init__(
@@ -43,8 +46,11 @@ class Ahead:
         bytes_max: int,
         epoch: int,
         number: int,
+        label: str,
+        reading: Callable[[], list[str]],
     ) -> None:
         self._epoch, self._number = epoch, number
+        self._label, self._reading = label, reading
         self._ahead: Prefetch[Made | Task]
         if workers is None:
             self._ahead = Prefetch(_made(steps, finishing), bytes_max)
@@ -65,11 +71,12 @@ class Ahead:
         """The next batch.
 
         Raises:
-            DataError: rows cannot be read or decoded, or a process has ended.
+            DataError: rows cannot be read or decoded, a process has ended, or the wait has lasted as long as
+                a stall that ends the job.
             Exception: what a function of the user raised, with a note that has the number of the batch.
         """
         try:
-            item = self._ahead.next()
+            item = self._ahead.next(lambda waited_s: self._look(waited_s, "is not ready"))
             made: Made = item.result() if isinstance(item, Task) else item
         except Exception as error:
             if hasattr(error, "add_note"):  # from Python 3.11 on
@@ -83,8 +90,32 @@ class Ahead:
         return self._ahead.close(wait=wait)
 
     def ends_within(self, limit_s: float | None) -> bool:
-        """:meth:`Prefetch.ends_within`."""
-        return self._ahead.ends_within(limit_s)
+        """:meth:`Prefetch.ends_within`.
+
+        Raises:
+            DataError: it has no limit, and has lasted as long as a stall that ends the job.
+        """
+        if limit_s is not None:
+            return self._ahead.ends_within(limit_s)
+        waited_s = 0.0
+        while not self._ahead.ends_within(LOOK_S):
+            waited_s += LOOK_S
+            self._look(
+                waited_s, "of a loop that was left is still being made, and the next loop waits for it"
+            )
+        return True
+
+    def _look(self, waited_s: float, what: str) -> None:
+        look(waited_s, lambda: self._described(what))
+
+    def _described(self, what: str) -> str:
+        reading = self._reading()
+        shown = "; ".join(reading[:4]) + f" and {len(reading) - 4} more" * (len(reading) > 4)
+        return (
+            f"{self._label}: batch {self._number} of epoch {self._epoch} {what}; "
+            + f"being read: {shown}; " * bool(reading)
+            + f"the thread that prepares batches is at:\n{self._ahead.where()}"
+        )
 
 
 def _made(steps: _Steps, finishing: Finishing) -> Iterator[tuple[int, Made]]:

@@ -122,6 +122,7 @@ class ParquetFiles:
         self._reading = token((type(self.format), vars(self.format), filter))
         #: Row groups that this process has read.
         self.groups_read = 0
+        self._being_read: list[Group] = []
         groups = in_threads(self._groups_of, range(len(self.files)))
         self.groups: list[Group] = [group for those in groups for group in those]
 
@@ -160,9 +161,20 @@ class ParquetFiles:
         """
         with _counting:
             self.groups_read += 1
-        table = self._read_columns(group, self.schema.names)
+            self._being_read.append(group)
+        try:
+            table = self._read_columns(group, self.schema.names)
+        finally:
+            with _counting:
+                self._being_read.remove(group)
         count(data_groups=1, data_bytes=table.nbytes)
         return [self._decoded(group, column, table) for column in self.columns]
+
+    def being_read(self) -> list[str]:
+        """The row groups that threads are reading, as errors name them."""
+        with _counting:
+            groups = list(self._being_read)
+        return [f"{self.files[group.file]}: row group {group.number}" for group in groups]
 
     def read_good(self, group: Group) -> tuple[list[npt.NDArray[Any]], npt.NDArray[np.bool_]]:
         """:meth:`read`, and which of the rows can be used: all, unless others are to be left out."""

@@ -334,6 +334,8 @@ class FileLoader(Loader):
                     bytes_max=self._prefetch_bytes,
                     epoch=self._epoch,
                     number=step.cursor // rows,
+                    label=type(self).__name__ if self._agreement is None else self._agreement.label,
+                    reading=self._files.being_read,
                 ),
             )
         ahead = self._ahead[1]

@@ -6,17 +6,19 @@ import atexit
 import os
 import sys
 import threading
+import traceback
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeVar
 
-from polyhvd.data.waiting import wait_for
+from polyhvd.data.patience import LOOK_S
 
 __all__ = ["Prefetch"]
 
 T = TypeVar("T")
 
 _LAST_ITEM_S = 5.0  # how long the end of a loop or of the program waits for the item that is being made
+_FRAMES = 6  # of the thread, in reports
 
 
 class Prefetch(Generic[T]):
@@ -67,15 +69,21 @@ class Prefetch(Generic[T]):
         """Whether this process has the thread, which a forked child does not, and it was not closed."""
         return self._process == os.getpid() and not self._closed
 
-    def next(self) -> T:
+    def next(self, look: Callable[[float], None] = lambda _: None) -> T:
         """The next item, when there is one.
+
+        Args:
+            look: is called every second with the seconds of the wait; what it raises ends the wait.
 
         Raises:
             RuntimeError: there are no more items, or :meth:`close` was called.
             Exception: the one that the iterator raised in the thread, after the items before it.
         """
         with self._changed:
-            wait_for(self._changed, lambda: self._ready or self._ended or self._closed)
+            waited_s = 0.0
+            while not self._changed.wait_for(lambda: self._ready or self._ended or self._closed, LOOK_S):
+                waited_s += LOOK_S
+                look(waited_s)
             if self._closed or not self._ready:
                 error, self._error = self._error, None
                 raise error or RuntimeError("there is no further item")
@@ -83,6 +91,11 @@ class Prefetch(Generic[T]):
             self._bytes -= size
             self._changed.notify_all()
         return item
+
+    def where(self) -> str:
+        """The innermost lines that the thread is at, as in a traceback."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "" if frame is None else "".join(traceback.format_stack(frame)[-_FRAMES:]).rstrip()
 
     def close(self, *, wait: bool = False) -> bool:
         """End the thread, when it has finished the item that it is working on, and drop what is ahead.

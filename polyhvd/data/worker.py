@@ -6,12 +6,15 @@ It has what the rank sends, and nothing of the rank's memory: no framework, thre
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from polyhvd.data.handover import receive, send
@@ -35,16 +38,20 @@ def main(descriptor: int, parent: int) -> None:
     connection = socket.socket(fileno=descriptor)
     work: Any = None
     failed: RemoteError | None = None
+    warn_s = 0.0
     try:
         while True:
             number, message, _ = receive(connection)
             if number == 0:
+                *message, warn_s = message
                 work, failed = _unpacked(message)
                 continue
             place, arguments = message
             current.inherit(place)
-            _answer(connection, number, failed or _made(work, arguments))
-            del message, arguments  # their memory
+            with _traced(warn_s):
+                made = failed or _made(work, arguments)
+            _answer(connection, number, made)
+            del message, arguments, made  # their memory
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
@@ -54,6 +61,19 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
     os._exit(1)
+
+
+@contextmanager
+def _traced(warn_s: float) -> Iterator[None]:
+    """Within, the lines that this process is at are printed if it takes this many seconds; 0: never."""
+    if not warn_s or sys.stderr is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(warn_s)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _unpacked(message: Any) -> tuple[Any, RemoteError | None]:

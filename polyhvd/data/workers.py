@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import cloudpickle
 
 from polyhvd.data.handover import UnreadableError, receive, send
+from polyhvd.data.patience import LOOK_S, look, warn_s
 from polyhvd.data.remote_errors import RemoteError, pack
 from polyhvd.errors import DataError
 from polyhvd.runtime import current
@@ -33,7 +34,6 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from polyhvd.data.worker import main; "
     "main(int(sys.argv[1]), int(sys.argv[2]))"
 )
-_LOOK_S = 1.0  # how often a wait for a worker looks whether it still runs
 _END_S = 1.0  # how long workers that end may take
 
 
@@ -79,7 +79,7 @@ class Workers:
         self._end = weakref.finalize(self, _end, self._workers, self._process)
         for number in range(count):
             self._workers.append(_Worker(number, count, stopped_s))
-            self._workers[-1].send(0, (pickled, sys.argv))
+            self._workers[-1].send(0, (pickled, sys.argv, warn_s()))
         self._submitted = 0
 
     @property
@@ -133,7 +133,7 @@ class Task:
         """Wait until the process has made the result.
 
         Raises:
-            DataError: the process has ended, or is stopped.
+            DataError: the process has ended, is stopped, or takes as long as a stall that ends the job.
         """
         with self._lock:
             while not self._is_done:
@@ -191,21 +191,23 @@ class _Worker:
                 ) from error
 
     def receive(self) -> tuple[int, Any, int]:
-        poll, stopped_s = select.poll(), 0.0
+        poll, waited_s, stopped_s = select.poll(), 0.0, 0.0
         with self._receiving, suppress(EOFError, ConnectionError, ValueError):  # the last if it is closed
             poll.register(self.connection, select.POLLIN)
             # A forked child of this process may keep the other end open after the worker has ended.
-            while not poll.poll(1e3 * _LOOK_S):
+            while not poll.poll(1e3 * LOOK_S):
                 if self.process.poll() is not None:
                     break
                 # By looks, not by the clock: a whole job that was stopped is continued.
-                stopped_s = stopped_s + _LOOK_S if _is_stopped(self.process.pid) else 0.0
+                stopped_s = stopped_s + LOOK_S if _is_stopped(self.process.pid) else 0.0
                 if stopped_s >= self._stopped_s:
                     raise DataError(
                         f"{self._name} (process {self.process.pid}) was stopped by a signal, and nothing has "
                         f"continued it (kill -CONT {self.process.pid}) within {self._stopped_s:g} s; raise "
                         "read_timeout_s= to wait longer"
                     )
+                waited_s += LOOK_S
+                look(waited_s, self._is_slow)
             else:
                 try:
                     return self._received()
@@ -214,6 +216,12 @@ class _Worker:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
         raise DataError(f"{self._name} (process {self.process.pid}) {self._how_ended()}")
+
+    def _is_slow(self) -> str:
+        return (
+            f"{self._name} (process {self.process.pid}) has not returned its batch; its standard error has "
+            "the lines of decode= or transform= that it is at"
+        )
 
     def _received(self) -> tuple[int, Any, int]:
         try:

@@ -970,22 +970,6 @@ def test_program_that_ends_within_an_iteration_ends_cleanly(tmp_path: Path) -> N
 from polyhvd.data import ParquetLoader
 options = {{"batch_size": 2, "prefetch_bytes": 100, "placement": lambda: (0, 1)}}
 loader = ParquetLoader({folder!r}, **options)
-def test_windows_that_a_step_replaces_are_freed_one_by_one(tmp_path: Path) -> None:
-    rows = np.zeros((2400, 10_000), np.uint8)
-    write_parquet({"x": rows}, tmp_path / "0.parquet", rows_per_group=10)
-    loader = loader_of(tmp_path, batch_size=120, prefetch_bytes=0, shuffle_bytes=6_000_000)
-    assert (
-        "shuffling: 16 streams, each mixed within 37 rows" in loader.describe()
-    )  # no step ends with a window
-    tracemalloc.start()
-    try:
-        assert sum(len(batch.indices) for batch in loader) == len(rows)
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < 6_000_000 + 5 * 1_200_000  # batches, and the rest of a row group of each stream
-
-
 batches = iter(loader)
 next(batches)
 """

@@ -28,7 +28,7 @@ from launching import DEADLINE_S, ROOT, wait_until
 from PIL import Image
 from ranks_alive import is_running
 
-from polyhvd.data import DataError, ParquetLoader, write_parquet
+from polyhvd.data import DataError, ParquetLoader, prefetch, write_parquet
 from polyhvd.data.handover import receive, send
 from polyhvd.data.workers import Workers
 
@@ -453,6 +453,51 @@ def test_worker_that_stays_stopped_is_an_error_that_names_it(tmp_path: Path) -> 
     with pytest.raises(DataError, match=message):
         list(loader)
     assert len(list(loader)) == 10
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_transform_that_never_returns_is_reported_and_then_an_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    workers: int,
+) -> None:
+    monkeypatch.setenv("POLYHVD_STALL_CHECK_TIME_SECONDS", "1")
+    monkeypatch.setattr(prefetch, "_LAST_ITEM_S", 0.01)
+
+    def hanging(batch: dict[str, Any]) -> dict[str, Any]:
+        while 22 in batch["x"] and not (tmp_path / "ended").exists():
+            time.sleep(0.01)
+        return batch
+
+    (tmp_path / "files").mkdir()
+    loader = loader_of(written(tmp_path / "files"), workers=workers, transform=hanging, shuffle=False)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    loader.advance()
+    caplog.clear()
+    monkeypatch.setenv("POLYHVD_STALL_SHUTDOWN_TIME_SECONDS", "3")  # from here on: workers take long to start
+    began = time.monotonic()
+    with pytest.raises(DataError, match="STALL_SHUTDOWN_TIME_SECONDS=3 limits the wait") as raised:
+        next(batches)
+    assert time.monotonic() - began < DEADLINE_S / 2
+    (record,) = [record for record in caplog.records if "waiting for 1 s so far" in record.getMessage()]
+    for text in (record.getMessage(), str(raised.value)):
+        assert ("worker 1 of 1 of the data loader" if workers else "batch 5 of epoch 0 is not ready") in text
+        assert workers or "in hanging" in text
+    assert not workers or "in hanging" in capfd.readouterr().err
+    caplog.clear()
+    rest = iter(loader)
+    if not workers:  # the call still runs
+        with pytest.raises(DataError, match="of a loop that was left is still being made"):
+            next(rest)
+        assert any("the next loop waits for it" in record.getMessage() for record in caplog.records)
+        rest = iter(loader)
+    (tmp_path / "ended").touch()
+    monkeypatch.delenv("POLYHVD_STALL_SHUTDOWN_TIME_SECONDS")
+    assert [batch["x"][0] for batch in rest] == [*range(20, 60, 4)]
 
 
 PROGRAM = """
