@@ -121,8 +121,13 @@ def allreduce(
     postscale_factor: float,
     process_set: ProcessSet,
     priority: int = 0,
+    names: Callable[[], Sequence[str]] | None = None,
 ) -> list[jax.Array]:
-    """Arrays reduced as one operation. The gradient of a sum is the sum of the ranks' gradients."""
+    """Arrays reduced as one operation. The gradient of a sum is the sum of the ranks' gradients.
+
+    Args:
+        names: returns those of gradients, to be compared between ranks.
+    """
 
     def forward(given: Arrays) -> Arrays:
         if not _is_recorded(given):
@@ -135,11 +140,9 @@ def allreduce(
                 process_set=process_set,
                 priority=priority,
             )
-        factors = {"prescale": prescale_factor, "postscale": postscale_factor}
-        shapes = [tensor.shape for tensor in given]
-        return _record(
-            OpKind.ALLREDUCE, given, shapes, name, process_set, op=op, priority=priority, **factors
-        )
+        more: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
+        more |= {"op": op, "priority": priority, "names": names}
+        return _record(OpKind.ALLREDUCE, given, [tensor.shape for tensor in given], name, process_set, **more)
 
     def backward(gradients: Arrays, _: list[int]) -> Arrays:
         _check_linear("allreduce", op)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import jax
 
-__all__ = ["known", "remember", "translated_errors"]
+from polyhvd.errors import RankMismatchError
+from polyhvd.runtime.world import World
+from polyhvd.training.drift import names_of_some_ranks
+
+__all__ = ["known", "naming_gradients", "remember", "translated_errors"]
 
 #: Those that collectives of compiled functions have raised last, of all threads. Appending is atomic.
 _raised: deque[BaseException] = deque(maxlen=64)
+#: Process sets and names of the reductions whose gradients have been compared by name.
+_compared: WeakKeyDictionary[World, set[tuple[int, str]]] = WeakKeyDictionary()
 
 
 def remember(error: BaseException) -> None:
@@ -23,6 +30,44 @@ def known(error: BaseException) -> BaseException | None:
     """The error of a collective that JAX's error has come of; None: it has come of something else."""
     text = str(error)
     return next((each for each in reversed(tuple(_raised)) if _quoted(each) in text), None)
+
+
+@contextmanager
+def naming_gradients(
+    names: Callable[[], Sequence[str]] | None, operation: str, number: int, world: World
+) -> Iterator[None]:
+    """Compare names of gradients between ranks before the first reduction in a world, and after a mismatch.
+
+    Args:
+        names: returns those of this rank; None: compare nothing, on every rank.
+        operation: name of the reduction.
+        number: of the process set.
+        world: of the ranks.
+
+    Raises:
+        RankMismatchError: ranks have other names, or the reduction has failed with it; on every rank.
+    """
+    if names is None:
+        yield
+        return
+    seen = _compared.setdefault(world, set())
+    if (number, operation) not in seen and world.settings.check_drift != "off":
+        _compare(names, operation, number, world)
+        seen.add((number, operation))
+    try:
+        yield
+    except RankMismatchError:
+        _compare(names, operation, number, world)
+        raise
+
+
+def _compare(names: Callable[[], Sequence[str]], operation: str, number: int, world: World) -> None:
+    found = names_of_some_ranks(world, number, f"{operation}.names", names())
+    if found:
+        raise RankMismatchError(
+            f"{operation}: the ranks have gradients of different parameters: {found}; pass the same tree on "
+            "every rank, with zeros as the gradients of frozen parameters"
+        )
 
 
 def _quoted(error: BaseException) -> str:

@@ -7,11 +7,15 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import jax
+from polyhvd.jax import derivatives
+from polyhvd.jax.errors import naming_gradients
 from polyhvd.jax.functions import Compression, functions, is_traced
 
 from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.runtime import current
 from polyhvd.training.compression import AnyCompressor, KeyedCompressor
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import Exchange, GradientReducer, Results
@@ -26,15 +30,26 @@ class _JaxExchange(Exchange[jax.Array]):
 
     whole_steps = True
 
+    #: Returns names of the gradients of the step: their places in the tree.
+    names: Callable[[], Sequence[str]] | None = None
+
     def start(
         self, tensors: Sequence[jax.Array], name: str, priority: int, request: Mapping[str, Any]
     ) -> Results[jax.Array]:
         """Reduce arrays into new ones."""
+        names = self.names
         if is_traced(tensors):
-            reduced = functions.allreduce_group(tensors, name=name, **request)
+            reduced = derivatives.allreduce(tensors, name, **request, names=names)
             return lambda: reduced
-        handle = self._collectives.grouped_allreduce_async(tensors, name=name, **request)
-        return lambda: self._collectives.synchronize(handle)
+        world, number = current.world(), process_set_id(request["process_set"])
+        with naming_gradients(names, name, number, world):
+            handle = self._collectives.grouped_allreduce_async(tensors, name=name, **request)
+
+        def results() -> Sequence[jax.Array]:
+            with naming_gradients(names, name, number, world):
+                return self._collectives.synchronize(handle)
+
+        return results
 
     def dense(self, gradient: Any) -> jax.Array:
         """The gradient, if it is an array."""
@@ -93,7 +108,8 @@ class DistributedGradients:
             groups=groups,
             process_set=process_set,
         )
-        self._reducer = GradientReducer(_JaxExchange(functions.collectives), prefix=name, options=options)
+        self._exchange = _JaxExchange(functions.collectives)
+        self._reducer = GradientReducer(self._exchange, prefix=name, options=options)
 
     def __call__(self, gradients: Tree) -> Tree:
         """The reduced gradients, in a tree of the same structure.
@@ -107,6 +123,7 @@ class DistributedGradients:
                 :func:`translated_errors`.
         """
         leaves, structure = jax.tree_util.tree_flatten(gradients)
+        self._exchange.names = lambda: _names(structure)
         # Of a parameter of integers there is none, in an array of type float0.
         some = {i: leaf for i, leaf in enumerate(leaves) if getattr(leaf, "dtype", None) != jax.dtypes.float0}
         if is_traced(list(some.values())):
@@ -125,6 +142,12 @@ class DistributedGradients:
                 f"compression={given!r} keeps state from step to step, which a compiled function cannot; "
                 "reduce the gradients outside of jax.jit, or pass a compressor without state"
             )
+
+
+def _names(structure: Any) -> list[str]:
+    """Places of the leaves of a tree, as in "['dense']['kernel']"."""
+    numbered = jax.tree_util.tree_unflatten(structure, range(structure.num_leaves))
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]]
 
 
 def value_and_grad(

@@ -15,7 +15,7 @@ import atexit
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import jaxlib
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from polyhvd.jax.errors import remember
+from polyhvd.jax.errors import naming_gradients, remember
 
 from polyhvd import _core, shutdown
 from polyhvd.collectives import membership
@@ -139,6 +139,7 @@ class Collective:
         results: shape and dtype of each result.
         check_rows: of an allgather, whether all members have to have the rows that this rank has.
         size, position: members of the process set, and this rank among them, when it was compiled.
+        names: returns those of gradients, to be compared between ranks.
     """
 
     kind: OpKind
@@ -153,6 +154,7 @@ class Collective:
     check_rows: bool = False
     size: int = 0
     position: int = 0
+    names: Callable[[], Sequence[str]] | None = None
 
     @property
     def label(self) -> str:
@@ -188,21 +190,22 @@ class Collective:
         sent = list(arrays)
         if self.check_rows:  # with the rank's, since another number would shift all that follows
             sent.append(np.array([[array.shape[0] for array in arrays]], np.int32))
-        handle = world.engine.submit(
-            self.kind,
-            self.name,
-            sent,
-            None,
-            self.op,
-            self.root,
-            self.prescale,
-            self.postscale,
-            number,
-            self.priority,
-            True,
-            (),
-        )
-        handle.wait()
+        with naming_gradients(self.names, str(self.name), number, world):
+            handle = world.engine.submit(
+                self.kind,
+                self.name,
+                sent,
+                None,
+                self.op,
+                self.root,
+                self.prescale,
+                self.postscale,
+                number,
+                self.priority,
+                True,
+                (),
+            )
+            handle.wait()
         dtypes = [array.dtype for array in arrays]
         results = []
         for i, buffer in enumerate(handle.buffers()):  # of an alltoall or of a check there is one more

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import reads
 from polyhvd.mxnet.errors import as_mxnets
 from polyhvd.mxnet.passes import Sums, scale
 from polyhvd.mxnet.reducer import MxnetExchange
-from polyhvd.mxnet.weights import DRIFT_REMEDY, hyperparameters_of
+from polyhvd.mxnet.weights import DRIFT_REMEDY, hyperparameters_of, values_of
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
@@ -112,8 +113,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._factor = options.passes_factor
         self._calls: collections.Counter[Any] = collections.Counter()
         self._sums = Sums()
-        self._drift = DriftCheck("DistributedOptimizer", options.process_set, DRIFT_REMEDY)
-        self._weights: dict[Any, NDArray] = {}  # of the first step, by index, to be compared in the next one
+        self._drift: DriftCheck | None = None
+        self._weights: dict[Any, NDArray] = {}  # of a step, by index, unless Gluon has listed the parameters
         self._arguments = options.changed()
         self._process_set = options.process_set
         self._exchange = MxnetExchange()
@@ -142,21 +143,47 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         return sys.maxsize if self._groups else number
 
     def _compare(self, index: Any, weight: Any) -> None:
-        """Compare the ranks' weights when the first update comes again: all of them are known then."""
+        """Compare the ranks' weights before the first update.
+
+        Without a Gluon trainer, the weights are known when the first update comes again. As many updates of
+        another rank may be missing, the second step compares only names and shapes.
+        """
+        parameters = self.wrapped.param_dict  # of the Gluon trainer
+        if self._drift is None:
+            self._drift = DriftCheck(
+                "DistributedOptimizer",
+                self._process_set,
+                DRIFT_REMEDY,
+                step=1 if parameters else 2,
+                reduces_singly=True,
+            )
         if self._drift.is_settled or not self._reducer.takes_part():
             return
-        several = isinstance(index, (tuple, list))
-        pairs = list(zip(index, weight, strict=True)) if several else [(index, weight)]
-        if pairs and pairs[0][0] in self._weights:
-            weights, self._weights = self._weights, {}
-            with as_mxnets():
+        with as_mxnets():
+            if parameters:
+                in_order = [parameters[i] for i in sorted(parameters)]
+                named = [(each.name, None) if each.grad_req != "null" else None for each in in_order]
                 self._drift.compare(
                     self._reducer.prefix,
-                    lambda: ((self._name(i), array.asnumpy()) for i, array in weights.items()),
-                    lambda: hyperparameters_of(self.wrapped, ((self._name(i), None) for i in weights)),
+                    lambda: values_of(in_order),
+                    lambda: hyperparameters_of(self.wrapped, named),
                 )
-        else:
-            self._weights.update(pairs)
+                return
+            several = isinstance(index, (tuple, list))
+            pairs = list(zip(index, weight, strict=True)) if several else [(index, weight)]
+            if not pairs or pairs[0][0] not in self._weights:
+                self._weights.update(pairs)
+                return
+            weights, self._weights = self._weights, dict(pairs)
+            names = [self._name(i) for i in weights]
+            if self._drift.is_due():
+                arrays = [array.asnumpy() for array in weights.values()]
+                values = hyperparameters_of(self.wrapped, ((name, None) for name in names))
+                self._drift.begin(self._reducer.prefix, zip(names, arrays, strict=True), values)
+            elif self._drift.is_first:
+                shapes = [np.array(array.shape) for array in weights.values()]
+                self._drift.begin(self._reducer.prefix, zip(names, shapes, strict=True))
+            self._drift.finish()
 
     def _name(self, index: Any) -> str:
         parameter = self.wrapped.param_dict.get(index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,15 @@ class Steps:
     Args:
         options: of the optimizer.
         groups: positions of the parameters of each group.
+        names: of parameters, by ``id()``.
     """
 
-    def __init__(self, options: Options, groups: Sequence[Sequence[int]]) -> None:
+    def __init__(self, options: Options, groups: Sequence[Sequence[int]], names: Mapping[int, str]) -> None:
+        self._names = names
         self._prefix = f"DistributedOptimizer.adasum.{_numbers.of(self, options.process_set)}"
-        self._drift = DriftCheck("DistributedOptimizer", options.process_set, DRIFT_REMEDY)
+        self._drift = DriftCheck(
+            "DistributedOptimizer", options.process_set, DRIFT_REMEDY, reduces_singly=True
+        )
         self._reducer = GradientReducer(
             Exchange(collectives),
             prefix=self._prefix,
@@ -51,7 +55,7 @@ class Steps:
         """In the first step, compare the ranks' parameters; :meth:`combine` reports what differs."""
         if self._drift.is_due():
             local = {i for i, parameter in enumerate(parameters) if id(parameter) in self.local}
-            names = [str(position) for position in range(len(parameters))]
+            names = [self._names.get(id(parameter), str(i)) for i, parameter in enumerate(parameters)]
             self._drift.begin(self._prefix, values_of(names, parameters, local))
 
     @torch.no_grad()
@@ -67,8 +71,8 @@ class Steps:
         differences = {i: (parameters[i].detach() - start).contiguous() for i, start in starts.items()}
         shared = [i for i in starts if id(parameters[i]) not in self.local]
         try:
+            self._drift.finish()  # before ranks that train other parameters would wait for each other
             self._reducer.reduce({i: differences[i] for i in shared})
-            self._drift.finish()
         except BaseException:
             for i, start in starts.items():
                 parameters[i].copy_(start)

@@ -223,6 +223,13 @@ class Gradients(Section):
         name = self._names.get(id(self._parameters[position]))
         return f"parameter {position}" if name is None else f"parameter {name!r}"
 
+    def parameter_names(self) -> list[str]:
+        """See :class:`Section`. Without names, positions and shapes."""
+        return [
+            self._names.get(id(parameter)) or f"parameter {i} of shape {list(parameter.shape)}"
+            for i, parameter in enumerate(self._parameters)
+        ]
+
     @property
     def count(self) -> int:
         """The number of parameters."""

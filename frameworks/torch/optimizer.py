@@ -213,7 +213,7 @@ def distribute(
     if options.mapping is not None:
         return _in_class(optimizer, MappedOptimizer, "_mapped", MappedGradients(parameters, options))
     if options.op == ReduceOp.Adasum:
-        return _in_class(optimizer, AdasumOptimizer, "_steps", Steps(options, members))
+        return _in_class(optimizer, AdasumOptimizer, "_steps", Steps(options, members, names))
     gradients = Gradients(parameters, names, options, members)
     return _in_class(optimizer, _DistributedOptimizer, "_gradients", gradients)
 

@@ -6,7 +6,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from polyhvd.collectives.numbering import ObjectNumbers
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.collectives.verbs import process_set_id
 from polyhvd.runtime import current
+from polyhvd.training.drift import names_of_some_ranks
 
 if TYPE_CHECKING:
     from polyhvd.torch.backward import Gradients
@@ -130,7 +131,11 @@ class Registry:
 
                 return are_all_there
 
-            boards[process_set] = Board(agree, call_roll)
+            def difference(names: Sequence[Sequence[str]]) -> str:
+                number, name = process_set_id(process_set), f"{self._prefix}.names{suffix}"
+                return names_of_some_ranks(current.world(), number, name, *names)
+
+            boards[process_set] = Board(agree, call_roll, difference)
         return boards[process_set]
 
     def check(self, task: int) -> None:

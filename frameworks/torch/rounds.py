@@ -93,6 +93,10 @@ class Section(abc.ABC):
         self.retired: str | None = None
 
     @abc.abstractmethod
+    def parameter_names(self) -> list[str]:
+        """Names of its parameters, in order."""
+
+    @abc.abstractmethod
     def report(self, *, at_step: bool) -> bytes:
         """Start the gradients that are due, and return the state of each parameter."""
 
@@ -145,15 +149,19 @@ class Board:
             function is called at once.
         call_roll: begins to ask whether every rank takes part, none has joined, and returns a function that
             waits for the answer; all ranks that do take part call it.
+        difference: returns which of the sections' names of parameters only some ranks have; all ranks that
+            take part call it.
     """
 
     def __init__(
         self,
         agree: Callable[[bytearray, bool], Callable[[], None]],
         call_roll: Callable[[], Callable[[], bool]],
+        difference: Callable[[Sequence[Sequence[str]]], str],
     ) -> None:
         self.agree = agree
         self.call_roll = call_roll
+        self.difference = difference
         self.places: list[Place] = []
 
     def add(self, section: Section, size: int = 0) -> None:
@@ -275,7 +283,8 @@ class _Round:
             text = "the optimizers of the ranks do not have the same number of parameters"
             for part in self._live:
                 part.section.retired = f"{text}; make new ones"
-            raise RankMismatchError(f"{text}: {error}") from error
+            difference = self._board.difference([part.section.parameter_names() for part in self._live])
+            raise RankMismatchError(f"{text}: {difference}; {error}") from error
         except BaseException:
             self.drop()
             raise

@@ -35,6 +35,7 @@ __all__ = [
     "Hyperparameters",
     "Weights",
     "compare_now",
+    "names_of_some_ranks",
     "report",
     "shapes_of",
 ]
@@ -74,6 +75,7 @@ _FROZEN = -1
 #: In place of a position: the row has the number of positions.
 _COUNT = int(np.iinfo(np.int64).min)
 _NAMES_SHOWN = 3
+_LENGTH_MAX = 1 << 32  # of a list of names
 _STRUCTURE_WAIT_S = 5.0  # of a step that might otherwise wait without end
 _PATIENCE_S = 10.0  # of a rank that leaves, for the other ranks' first step
 _lock = threading.Lock()  # of the next two
@@ -429,18 +431,70 @@ class _Rows:
 
     def _names_of_ranks(self, ranks: Sequence[int]) -> dict[int, dict[int, str]]:
         """Names of the weights that each rank trains, by position; every rank makes this call, or none."""
-        packed = json.dumps([self._rank, list(self._trained.items()), self._excluded]).encode() + b"\n"
-        sent = np.frombuffer(packed, dtype=np.uint8)
         name = f"{self._name}.names"
-        handle = self._world.engine.submit(OpKind.ALLGATHER, name, (sent,), None, process_set=self._number)
-        handle.wait()
-        received = [json.loads(line) for line in bytes(memoryview(handle.buffers()[0])).splitlines()]
-        received = sorted(each for each in received if each[0] in ranks)
-        excluded = {position for each in received for position in each[2]}
-        return {
-            rank: {position: name for position, name in names if position not in excluded}
-            for rank, names, _ in received
-        }
+        by_rank = _gathered_names(self._world, self._number, name, self._trained, self._excluded)
+        return {rank: names for rank, names in by_rank.items() if rank in ranks}
+
+
+def _gathered_names(
+    world: World, number: int, name: str, names: Mapping[int, str], excluded: Sequence[int] = ()
+) -> dict[int, dict[int, str]]:
+    """Gather names from every rank of a process set that has not joined.
+
+    Args:
+        world: of the ranks.
+        number: of the process set.
+        name: of the operation.
+        names: of this rank, by position.
+        excluded: positions that no rank is to return names of.
+
+    Returns:
+        Names by position, by rank in ascending order.
+
+    Raises:
+        HorovodInternalError: a rank was lost.
+    """
+    packed = json.dumps([world.placement.rank, list(names.items()), list(excluded)]).encode() + b"\n"
+    sent = np.frombuffer(packed, dtype=np.uint8)
+    handle = world.engine.submit(OpKind.ALLGATHER, name, (sent,), None, process_set=number)
+    handle.wait()
+    received = sorted(json.loads(line) for line in bytes(memoryview(handle.buffers()[0])).splitlines())
+    left_out = {position for each in received for position in each[2]}
+    return {
+        rank: {position: name for position, name in its_names if position not in left_out}
+        for rank, its_names, _ in received
+    }
+
+
+def names_of_some_ranks(world: World, number: int, name: str, *lists: Sequence[str]) -> str:
+    """Compare lists of names over the ranks of a process set that have not joined; each of them calls this.
+
+    Args:
+        world: of the ranks.
+        number: of the process set.
+        name: of the operation.
+        lists: of this rank.
+
+    Returns:
+        The names that only some ranks have, as in "'b' is on rank 0 and not on rank 1", of the first list
+        that has another length on some ranks, or else of the first one with other names; empty if no list
+        differs.
+
+    Raises:
+        HorovodInternalError: a rank was lost.
+    """
+    own = {_LENGTH_MAX * i + at: each for i, names in enumerate(lists) for at, each in enumerate(names)}
+    by_rank = _gathered_names(world, number, name, own)
+    for property_of in (len, lambda names: Counter(names.values())):
+        for i in sorted({position // _LENGTH_MAX for names in by_rank.values() for position in names}):
+            of_list = {
+                rank: {at: each for at, each in names.items() if at // _LENGTH_MAX == i}
+                for rank, names in by_rank.items()
+            }
+            root, *others = map(property_of, of_list.values())
+            if any(other != root for other in others):
+                return _holders(of_list, "on")
+    return ""
 
 
 def _training_difference(by_rank: Mapping[int, Mapping[int, str]]) -> str:
@@ -455,6 +509,19 @@ def _training_difference(by_rank: Mapping[int, Mapping[int, str]]) -> str:
     root, *others = by_rank.values()
     if all(_are_same_weights(root, other) for other in others):
         return ""
+    return f"the ranks train different weights: {_holders(by_rank, 'trained on')}"
+
+
+def _holders(by_rank: Mapping[int, Mapping[int, str]], verb: str) -> str:
+    """Which names only some ranks have, as in "'b' is trained on rank 0 and not on rank 1".
+
+    Args:
+        by_rank: names by position, by rank.
+        verb: that follows "is" or "are".
+
+    Returns:
+        The names with their ranks; if all ranks have the same names, the number of names of each rank.
+    """
     holders: dict[str, list[int]] = {}
     for rank, names in by_rank.items():
         for name in names.values():
@@ -467,14 +534,13 @@ def _training_difference(by_rank: Mapping[int, Mapping[int, str]]) -> str:
         numbers: dict[int, list[int]] = {}
         for rank, names in by_rank.items():
             numbers.setdefault(len(names), []).append(rank)
-        parts = [f"{number} on {_ranks(ranks)}" for number, ranks in numbers.items()]
-        return f"the ranks train different weights: {', '.join(parts)}"
+        return ", ".join(f"{number} on {_ranks(ranks)}" for number, ranks in numbers.items())
     parts = []
     for some, listed in list(by_holders.items())[:_RANKS_SHOWN]:
-        verb = "is" if len(listed) == 1 else "are"
+        is_or_are = "is" if len(listed) == 1 else "are"
         absent = [rank for rank in by_rank if rank not in some]
-        parts.append(f"{_listed(listed)} {verb} trained on {_ranks(some)} and not on {_ranks(absent)}")
-    return f"the ranks train different weights: {'; '.join(parts)}"
+        parts.append(f"{_listed(listed)} {is_or_are} {verb} {_ranks(some)} and not on {_ranks(absent)}")
+    return "; ".join(parts)
 
 
 def _are_same_weights(one: Mapping[int, str], other: Mapping[int, str]) -> bool:

@@ -194,6 +194,25 @@ def test_what_cannot_be_done_says_so_where_it_is_called(case: str) -> None:
     assert hvd.allreduce(1.0).tolist() == 1.0
 
 
+@pytest.mark.ranks(3, env={"POLYHVD_CHECK_DRIFT": "warn"})
+@pytest.mark.parametrize("groups", [None, 2])
+def test_gradients_of_other_parameters_are_an_error_with_their_names(groups: int | None) -> None:
+    tree = {"a": jnp.ones(2), "b": {"w": jnp.ones(2)}}
+    frozen = {"a": tree["a"]} if hvd.rank() == 1 else tree
+    renamed = {"a": tree["a"], "c": tree["b"]} if hvd.rank() == 1 else tree  # of the same shapes
+    for compiled in (False, True):
+        gradients = hvd.DistributedGradients(groups=groups, name=f"{groups}, {compiled}")
+        reduce = hvd.translated_errors()(jax.jit(gradients)) if compiled else gradients
+        for given in (frozen, renamed):
+            with pytest.raises(hvd.RankMismatchError, match="on ranks 0, 2 and not on rank 1") as caught:
+                reduce(given)
+            assert "\"['b']['w']\" is" in str(caught.value)
+        jax.tree.map(np.testing.assert_array_equal, reduce(tree), tree)
+        if groups is None:
+            with pytest.raises(hvd.RankMismatchError, match=r"\['b'\]\['w'\]"):  # in a later step, too
+                reduce(frozen)
+
+
 def test_errors_of_compiled_collectives_can_be_had_as_they_are_and_the_job_goes_on() -> None:
     total, rows = jax.jit(hvd.allreduce), jax.jit(hvd.allgather)
     root = jax.jit(lambda x: hvd.broadcast(x, 7))

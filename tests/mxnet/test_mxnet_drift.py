@@ -203,3 +203,27 @@ def test_a_layer_that_one_rank_freezes_is_an_error_on_every_rank(hvd, mx, np, le
         train(hvd, mx, np, net, trainer)
     text = f"the ranks train different weights: '{net.bias.name}' is trained on rank 0 and not on rank 1"
     assert f"DistributedTrainer: {text}; freeze the same weights" in str(caught.value)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", ["trainer", "updater"])
+def test_a_layer_that_one_rank_freezes_is_an_error_of_its_optimizer(hvd, mx, np, kind):
+    net = make_net(hvd, mx, seed=1)
+    optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD())
+    if hvd.rank() == 1:
+        net.bias.grad_req = "null"
+
+    def run_updater():
+        optimizer.idx2name = {0: "weight", 1: "bias"}
+        updater = mx.optimizer.get_updater(optimizer)
+        for index in [0, 0] if hvd.rank() == 1 else [0, 1, 0]:
+            updater(index, mx.nd.ones(3), mx.nd.ones(3))
+
+    def run_trainer():
+        train(hvd, mx, np, net, mx.gluon.Trainer(net.collect_params(), optimizer))
+
+    with pytest.raises(hvd.RankMismatchError) as caught:
+        run_trainer() if kind == "trainer" else run_updater()
+    name = net.bias.name if kind == "trainer" else "bias"
+    text = f"the ranks train different weights: '{name}' is trained on ranks 0, 2 and not on rank 1"
+    assert f"DistributedOptimizer: {text}; freeze the same weights" in str(caught.value)
