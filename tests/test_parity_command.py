@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -90,6 +91,19 @@ def test_a_case_of_the_catalogue_agrees_and_all_reports_say_so(tmp_path: Path) -
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "0", "0")
     assert len(suite.findall("testcase")) == 3
     assert "All agree" in files["html"].read_text()
+
+
+def test_names_that_are_not_utf_8_are_reported_in_any_encoding(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "polyhvd", "parity", b"b\xff.py", "--html", "-"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LANG": "C"}
+    done = subprocess.run(
+        [*words, "--junit", b"\xff.xml"], cwd=tmp_path, env=environment, capture_output=True, timeout=60
+    )
+    assert done.returncode == STATUSES["bad-case"], done.stderr
+    assert done.stderr == b""
+    assert b"<dd>b\\udcff.py</dd>" in done.stdout
+    assert 'charset="utf-8"' in done.stdout.decode()
+    assert b"there is no such file" in Path(os.fsdecode(bytes(tmp_path) + b"/\xff.xml")).read_bytes()
 
 
 def test_the_case_in_the_documentation_agrees(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""How commands write to standard output: without escape sequences, to pipes that may close, to full disks."""
+"""How commands write to standard output: in any encoding, to pipes that may close, to full disks."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ def printable(text: str) -> str:
 
 @contextlib.contextmanager
 def until_output_fails(program: str) -> Iterator[None]:
-    """Exit if standard output cannot be written.
+    r"""Exit if standard output cannot be written.
 
-    There is no message if its reader has gone, as ``head`` does, and one line if the disk is full.
+    There is no message if its reader has gone, as ``head`` does, and one line if the disk is full. Characters
+    that its encoding lacks are written as escape sequences, such as ``\xe9``.
 
     Args:
         program: the command's name, for the line.
@@ -31,6 +33,8 @@ def until_output_fails(program: str) -> Iterator[None]:
     Raises:
         SystemExit: standard output is a closed pipe, or its disk is full or broken.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             yield

@@ -231,11 +231,13 @@ def _write(report: Report, options: argparse.Namespace) -> int:
         path = getattr(options, name)
         if path is None:
             continue
+        made = make(report).encode("utf-8", "backslashreplace")  # names of files need not be UTF-8
         if path == "-":
-            print(make(report), end="")
+            sys.stdout.flush()
+            sys.stdout.buffer.write(made)  # as the document declares, whatever the terminal's encoding is
             continue
         try:
-            Path(path).write_text(make(report), encoding="utf-8")
+            Path(path).write_bytes(made)
         except OSError as error:
             print(f"polyhvd parity: --{name} {path}: {error.strerror}", file=sys.stderr)
             status = status or STATUSES["usage"]
