@@ -18,7 +18,9 @@ from launching import wait_until
 
 from polyhvd import HorovodInternalError
 from polyhvd.config import Settings
-from polyhvd.launch.providers.torchrun import TorchVariablesProvider
+from polyhvd.launch.providers.meeting import MeetingProvider
+from polyhvd.launch.providers.provider import Claim
+from polyhvd.launch.providers.torchrun import TorchrunProvider, TorchVariablesProvider
 from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.meeting_points import UnixMeetingPoint
 from polyhvd.rendezvous.store import Store
@@ -48,6 +50,16 @@ def places(outputs: list[tuple[int, str, str]]) -> list[str]:
     """What the ranks have printed, in order."""
     assert all(status == 0 for status, _, _ in outputs), outputs
     return sorted(line for _, out, _ in outputs for line in out.splitlines() if line.startswith("place"))
+
+
+def wait_until_rank_0_waits(provider: MeetingProvider, variables: dict[str, str]) -> Claim:
+    """The claim of rank 1 with these variables, when rank 0 waits where they would meet."""
+    claim = provider.detect(variables)
+    assert claim is not None
+    point = provider.meeting_point(claim, Settings(), b"")
+    assert isinstance(point, UnixMeetingPoint)
+    wait_until(lambda: bool(point._places(1)), "rank 0")
+    return claim
 
 
 def test_variables_by_hand_are_enough_on_one_host(hand: dict[str, str]) -> None:
@@ -89,8 +101,8 @@ def test_two_jobs_at_once_keep_apart(hand: dict[str, str]) -> None:
 def test_what_an_earlier_incarnation_has_left_running_is_not_met(hand: dict[str, str]) -> None:
     own = {**hand, "TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
     with Job() as old, Job() as job:
-        old.rank(**own, TORCHELASTIC_RESTART_COUNT="0")  # its rank 1 is gone, and it waits
-        time.sleep(1.0)
+        old.rank(**own, TORCHELASTIC_RESTART_COUNT="0")  # its rank 1 is gone
+        wait_until_rank_0_waits(TorchrunProvider(), {**own, "RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"})
         for rank in "01":
             job.rank(**{**own, "RANK": rank}, TORCHELASTIC_RESTART_COUNT="1")
         assert len(places(job.finish())) == 2
@@ -141,11 +153,7 @@ def test_rank_0_that_is_stopped_while_ranks_meet_does_not_outlast_their_time(
     provider = TorchVariablesProvider()
     with Job() as job:
         job.rank(**{**hand, "WORLD_SIZE": "3"}, RANK="0")
-        claim = provider.detect({**hand, "WORLD_SIZE": "3", "RANK": "1"})
-        assert claim is not None
-        point = provider.meeting_point(claim, Settings(), b"")
-        assert isinstance(point, UnixMeetingPoint)
-        wait_until(lambda: bool(point._places(1)), "rank 0")
+        claim = wait_until_rank_0_waits(provider, {**hand, "WORLD_SIZE": "3", "RANK": "1"})
         began = time.monotonic()
         with pytest.raises(HorovodInternalError, match=r"rank 0.* does not answer: it is stopped"):
             provider.meet(claim, Settings(start_timeout_s=5.0), 0, began + 5)
