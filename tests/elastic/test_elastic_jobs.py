@@ -430,6 +430,8 @@ def step(batch):
     os.write(1, b"step %d\\n" % state.weights[0])
     if WAY == "exit" and number == 1 and state.weights[0] == 5:
         sys.exit(0)
+    if WAY == "raise" and number == 1 and state.weights[0] == 5:
+        raise ValueError("not a number")
     if WAY == "lose all" and number < 3:
         pids = hvd.allgather(np.array([os.getpid()]), name="pids")
         if state.weights[0] == 5:  # one kills all: another could go back a step if it came later
@@ -469,6 +471,18 @@ def test_loss_of_all_that_had_the_state_is_said_and_ends_the_job_unless_told_oth
         assert "--on-state-lost restart to start from step 0" in err
     else:
         assert (status, out.count("end"), out.count("step 1\n"), err.count(lost)) == (0, 3, 6, 1), err
+
+
+@pytest.mark.parametrize("policy", ["end", "replace"])
+def test_rank_that_raises_ends_the_job_unless_it_is_to_be_replaced(launcher: Launcher, policy: str) -> None:
+    options = ("-np", "3", "--min-np", "2", "-H", "localhost:3", "--on-exception", policy)
+    status, out, err = launcher.run(*options, source=TRAINS.replace("WAY", "'raise'"))
+    assert "ValueError: not a number" in err
+    if policy == "end":
+        assert (status, out.count("trained"), "the job continues" in err) == (1, 0, False), err
+    else:
+        assert (status, "trained 0" in out, "trained 2" in out) == (0, True, True), err
+        assert "the job continues" in err
 
 
 def test_rank_that_ends_well_in_mid_training_is_named(launcher: Launcher) -> None:

@@ -74,6 +74,7 @@ def elastic_of(programs: Sequence[argparse.Namespace], hosts: list[Host] | None)
         slow_factor=options.slow_rank_factor or FACTOR,
         evicts_slow=options.slow_rank_policy == "evict",
         on_state_lost=options.on_state_lost or "fail",
+        replaces_failed=options.on_exception == "replace",
     )
 
 

@@ -96,6 +96,7 @@ FROM_ELSEWHERE = {
     "--reproducible": "new",
     "--spares": "new",
     "--on-state-lost": "new",
+    "--on-exception": "new",
     "--slow-rank-policy": "new",
     "--slow-rank-factor": "new",
 }

@@ -83,6 +83,7 @@ RENDEZVOUS_PORT = 16420
 ELASTIC_OPTIONS = (
     *("min_np", "max_np", "spares", "host_discovery_script", "reset_limit", "elastic_timeout"),
     *("blacklist_cooldown_range", "slow_rank_policy", "slow_rank_factor", "on_state_lost"),
+    "on_exception",
 )
 #: Options of each of several programs; every other option is the job's, and precedes the first program.
 PROGRAM_OPTIONS = ("num_proc", "hosts", "variables", "module", "command")
@@ -346,6 +347,12 @@ def _add_elastic(parser: Parser) -> None:
         choices=("fail", "restart"),
         help="action if all processes with the state of train() are lost and there is no checkpoint: fail "
         "ends the job, restart starts from step 0; default: fail",
+    )
+    add(
+        "--on-exception",
+        choices=("end", "replace"),
+        help="action if the elastic function of a rank fails with an exception or a nonzero status: end ends "
+        "the job, replace continues as if the rank had been lost; default: end",
     )
     add(
         "--slow-rank-policy",

@@ -50,6 +50,7 @@ class Elastic:
     discovery: Hosts | None = None  #: None: the hosts stay these
     slow_factor: float = 1.5  #: a rank is slow if it takes this many times as long as the others
     evicts_slow: bool = False  #: whether a spare takes its place
+    replaces_failed: bool = False  #: whether a process that has failed counts as lost
     on_state_lost: str = "fail"  #: or "restart": what train() does where no process has the state any more
 
 

@@ -80,6 +80,7 @@ class Driver:
         self._membership = Membership(elastic.limits)
         self._limits = elastic.limits
         self._on_state_lost = elastic.on_state_lost
+        self._replaces_failed = elastic.replaces_failed
         self._slow = SlowRanks(elastic, self._membership)
         self._account = Account(self._membership)
         self._discovery = elastic.discovery
@@ -233,6 +234,8 @@ class Driver:
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
         """Replace a member that was lost, or end the job if the failure would recur."""
         exit_kind = _exit_kind_of(ending)
+        if exit_kind is ExitKind.FAILED and self._replaces_failed and ending.progress:
+            exit_kind = ExitKind.LOST
         self._place_requests.pop(ending.rank, None)
         assert self._job is not None
         self._job.rendezvous.drop(places_scope(ending.rank))
