@@ -12,6 +12,8 @@ import pytest
 from launching import RANK, WAITING, Launcher, assert_gone, below, pids, wait_until
 from ranks_alive import is_running
 
+from polyhvd.testing.processes import state_of
+
 #: Saves a checkpoint of `seconds` when it gets a signal, and counts the signals.
 SAVING = RANK + (
     "handled = []\n"
@@ -268,10 +270,24 @@ def test_a_rank_that_stays_stopped_is_reported_once(launcher: Launcher) -> None:
     assert f"was stopped by a signal, such as SIGSTOP or Ctrl-Z, 5 s ago; `kill -CONT {stopped}`" in err
 
 
-def test_a_rank_that_stays_stopped_is_ended_after_the_limit_of_stalls(launcher: Launcher) -> None:
-    stop = "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+@pytest.mark.parametrize("first", ["ends", "stops"])
+def test_a_rank_that_stays_stopped_is_ended_after_the_limit_of_stalls(launcher: Launcher, first: str) -> None:
+    source = (
+        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "signal.pause()\n"
+    )
     limit = {"POLYHVD_STALL_SHUTDOWN_TIME_SECONDS": "0.5"}
-    status, _, err = launcher.run("-np", "2", source=RANK + stop, fresh=True, env=limit)
+    launcher.start("-np", "2", source=RANK + source, fresh=True, env=limit)
+    out = launcher.wait_for("pid ", 2)
+    ends, stops = (pids(out.partition(f"[{rank}] ".encode())[2])[0] for rank in range(2))
+    if first == "stops":
+        send([stops], signal.SIGSTOP)
+        wait_until(lambda: state_of(stops) == "T", "rank 1 stops")
+    send([ends], signal.SIGUSR1)
+    wait_until(lambda: not is_running(ends), "rank 0 ends")
+    send([stops], signal.SIGSTOP)
+    status, _, err = launcher.finish()
     assert status == 137
     assert "rank 1 on localhost was ended by its agent: it was stopped by a signal for 5.5 s" in err
 

@@ -542,10 +542,11 @@ class Agent:
         """Report ranks that do not go on: others may wait for them, or the launcher only for their end.
 
         They are ended if the job has a limit, unless all ranks of this host are stopped. If others have ended
-        since, these may have waited for them.
+        since, these may have waited for them. One that is left of several is ended.
         """
         for pid in [pid for pid in self._stopped if self._stopped_until(pid) <= now]:
             are_all = len(self._stopped) == len(self._ranks) and self._last_exit < self._stopped[pid]
+            are_all = are_all and (len(self._ranks) > 1 or not self._last_exit)
             if self._suspended or (pid in self._reported and are_all):
                 self._stopped[pid] = now
             elif pid in self._reported:
