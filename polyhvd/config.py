@@ -143,8 +143,17 @@ def _controller(text: str) -> str:
     return text.strip().lower()
 
 
-def _row(name: str, parse: Callable[[str], Any], default: Any, meaning: str, other_name: str = "") -> Any:
-    return field(default=default, metadata={"variable": Variable(name, parse, default, meaning, other_name)})
+def _row(
+    name: str,
+    parse: Callable[[str], Any],
+    default: Any,
+    meaning: str,
+    other_name: str = "",
+    *,
+    is_secret: bool = False,
+) -> Any:
+    variable = Variable(name, parse, default, meaning, other_name)
+    return field(default=default, metadata={"variable": variable}, repr=not is_secret)
 
 
 _T = TypeVar("_T", bound="_Table")
@@ -204,7 +213,9 @@ class Launched(_Table):
         "Number of this host, set by the launcher. Ranks with the same value share memory.",
     )
     rendezvous: str = _row("RENDEZVOUS", str, "", "host:port of the launcher's rendezvous; empty: one rank.")
-    secret: str = _row("SECRET", str, "", "The job's secret in hexadecimal, created by polyhvdrun.")
+    secret: str = _row(
+        "SECRET", str, "", "The job's secret in hexadecimal, created by polyhvdrun.", is_secret=True
+    )
     secret_file: str = _row("SECRET_FILE", str, "", "File that contains the secret instead.")
     restart_count: int = _row("RESTART_COUNT", _count, 0, "Number of restarts by polyhvdrun --max-restarts.")
     member: int | None = _row(

@@ -11,7 +11,7 @@ import polyhvd.numpy as hvd
 import pytest
 from pool import Pool, PoolSpec
 
-from polyhvd.config import ConfigError, Settings, ineffective, table, unknown
+from polyhvd.config import ConfigError, Launched, Settings, ineffective, table, unknown
 from polyhvd.runtime import current
 
 #: What scripts for Horovod set, with a value that Horovod takes.
@@ -276,3 +276,7 @@ def test_groups_are_fused_with_others_unless_that_is_disabled(apart: str) -> Non
     with Pool(spec) as pool:
         batches = pool.run(reduce_a_group_beside_others)
     assert set(batches) == {2 if apart == "1" else 1}
+
+
+def test_the_secret_of_a_job_is_not_printed_with_its_settings() -> None:
+    assert "5ec3e7" not in repr(Launched(secret="5ec3e7"))
