@@ -16,7 +16,7 @@ from polyhvd.launch.elastic.discovery import Discovery, HostDiscovery
 from polyhvd.launch.elastic.driven import Elastic
 from polyhvd.launch.hosts.lists import Host
 from polyhvd.ray.elastic_job import ElasticJob, Workers
-from polyhvd.ray.room import Demand, GroupRoom, NodeRoom, RayHostDiscovery, Room, Watched
+from polyhvd.ray.room import Demand, GroupRoom, KnownHosts, NodeRoom, RayHostDiscovery, Room, Watched
 from polyhvd.ray.worker import Call
 from polyhvd.rendezvous import network
 
@@ -37,8 +37,8 @@ class ElasticParams:
         max_workers: most ranks; None: as many as the cluster has room for when the job starts, without
             ``spares``.
         reset_limit: how often the ranks may change before the job fails; None: any number.
-        cooldown_range: seconds for which no process is started in place of one that has failed: after the
-            first failure, and at most; None: polyhvdrun's.
+        cooldown_range: seconds for which the slot of a process that has failed is not used: after the first
+            failure, and at most; None: polyhvdrun's. Other slots are used meanwhile.
         elastic_timeout: seconds to wait for ``min_workers`` ranks.
         override_discovery: whether the nodes of Ray are the hosts; False: those of ``settings.discovery``.
         spares: number of processes beyond ``max_workers`` that have called the function up to ``init()``, and
@@ -92,18 +92,25 @@ class ElasticParams:
         most = self.max_workers
         if most is None:
             most = max(slots - self.spares, self.min_workers)
-        cooldown = None if self.cooldown_range is None else tuple(map(float, self.cooldown_range))
-        if cooldown is not None and len(cooldown) != 2:
-            raise ValueError(f"cooldown_range={self.cooldown_range}: expected two numbers")
-        return Limits(
-            size=min(max(slots, self.min_workers), most),
-            min_size=self.min_workers,
-            max_size=most,
-            spares_in_slots=self.spares,
-            reset_limit=self.reset_limit,
-            timeout_s=float(self.elastic_timeout),
-            cooldown_s=None if cooldown is None else (cooldown[0], cooldown[1]),
-        )
+        cooldown = None
+        if self.cooldown_range is not None:
+            try:
+                low, high = self.cooldown_range
+                cooldown = float(low), float(high)
+            except (TypeError, ValueError):
+                raise ValueError(f"cooldown_range={self.cooldown_range}: expected two numbers") from None
+        try:
+            return Limits(
+                size=min(max(slots, self.min_workers), most),
+                min_size=self.min_workers,
+                max_size=most,
+                spares_in_slots=self.spares,
+                reset_limit=self.reset_limit,
+                timeout_s=float(self.elastic_timeout),
+                cooldown_s=cooldown,
+            )
+        except ValueError as error:
+            raise ValueError(ElasticJob.renamed(str(error))) from None
 
 
 class Jobs:
@@ -124,17 +131,21 @@ class Jobs:
             raise ValueError(
                 f"{name}(override_discovery=False): settings.discovery is None; set it to an object"
             )
-        self._name, self._params, self._discovery = name, params, discovery
+        self._name, self._params = name, params
+        self._discovery = discovery if isinstance(discovery, RayHostDiscovery) else KnownHosts(discovery)
         self._timeout_s, self._nics = timeout_s, nics
         self._job: ElasticJob | None = None  # that runs
         self._lock = threading.Lock()  # while that changes
+        self._stops = threading.Event()  # stop() was called since wait_for_room() began
 
     def wait_for_room(self) -> None:
         """Wait until there is room for the fewest ranks that a job may have.
 
         Raises:
             TimeoutError: it is not there within ``elastic_timeout``.
+            RuntimeError: :meth:`stop` has been called meanwhile.
         """
+        self._stops.clear()
         params, room = self._params, self._room()
         deadline = time.monotonic() + params.elastic_timeout
         demand = self._demand(room)
@@ -143,6 +154,8 @@ class Jobs:
                 if time.monotonic() >= deadline:
                     where = "settings.discovery" if room is None else room.name
                     resources = "" if room is None else f" {room.resources()}."
+                    if isinstance(self._discovery, KnownHosts) and self._discovery.unknown:
+                        resources = f" No node of Ray has the id or address {self._discovery.unknown}."
                     raise TimeoutError(
                         f"{self._name}.start(): {where} has room for {slots} ranks with {params.resources} "
                         f"each, fewer than min_workers={params.min_workers}, and no more has come within "
@@ -150,7 +163,9 @@ class Jobs:
                     )
                 if demand is not None:
                     demand.show_whole(params.min_workers)
-                time.sleep(min(_INTERVAL_S, max(0.0, deadline - time.monotonic())))
+                self._stops.wait(min(_INTERVAL_S, max(0.0, deadline - time.monotonic())))
+                if self._stops.is_set():
+                    raise RuntimeError(f"{self._name}.start(): shutdown() has been called meanwhile")
         finally:
             if demand is not None:
                 demand.close()
@@ -193,7 +208,8 @@ class Jobs:
             job.close()
 
     def stop(self) -> None:
-        """End the job that runs, if there is one."""
+        """End the job that runs, if there is one, or what waits for room."""
+        self._stops.set()
         with self._lock:
             if self._job is not None:
                 self._job.stop("the elastic job has ended: shutdown() has been called")
@@ -316,8 +332,8 @@ class ElasticRayExecutor:
             timeout_s: seconds for Ray to start an actor, and for ranks to meet in ``init()``.
             ssh_identity_file: has no effect, and neither has ``verbose``: ranks need no ssh.
             nics: interface, network or address of all connections; several as a sequence.
-            cooldown_range: seconds for which no process is started in place of one that has failed: after the
-                first failure, and at most; None: polyhvdrun's.
+            cooldown_range: seconds for which the slot of a process that has failed is not used: after the
+                first failure, and at most; None: polyhvdrun's. Other slots are used meanwhile.
             discovery: for ``override_discovery=False``.
             spares: number of processes beyond the ranks that have called the function up to ``init()``, and
                 take the places of ranks that are lost, see :class:`polyhvd.ray.ElasticParams`.
@@ -339,6 +355,7 @@ class ElasticRayExecutor:
 
         Raises:
             TimeoutError: it has not within ``elastic_timeout``.
+            RuntimeError: another thread has called :meth:`shutdown` meanwhile.
         """
         self._jobs.wait_for_room()
         self._started = True
@@ -369,7 +386,7 @@ class ElasticRayExecutor:
         return self._jobs.run(put("ElasticRayExecutor.run", worker_fn, call), self._env_vars, callbacks)
 
     def shutdown(self) -> None:
-        """End the job that another thread runs, if there is one; its ``run()`` raises a RuntimeError."""
+        """End the job that another thread runs, or its ``start()``, which raises a RuntimeError."""
         self._jobs.stop()
         self._started = False
 

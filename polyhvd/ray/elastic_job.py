@@ -82,6 +82,8 @@ class ElasticJob(FunctionJob):
         "--max-np": "max_workers",
         "--reset-limit": "reset_limit",
         "--elastic-timeout": "elastic_timeout",
+        "--blacklist-cooldown-range": "cooldown_range",
+        "--spares": "spares",
     }
 
     def __init__(self, workers: Workers, callbacks: Sequence[Callable[[Any], Any]]) -> None:

@@ -139,7 +139,7 @@ class RayExecutor:
             are those of :class:`polyhvd.ray.ElasticParams`.
         max_workers: most ranks.
         reset_limit: how often the ranks may change before the job fails.
-        cooldown_range: seconds for which no process is started in place of one that has failed.
+        cooldown_range: seconds for which the slot of a process that has failed is not used.
         elastic_timeout: seconds to wait for ``min_workers`` ranks.
         override_discovery: whether the nodes of Ray are the hosts; False: those of ``settings.discovery``.
         spares: number of processes beyond ``max_workers`` that take the places of ranks that are lost.
@@ -324,7 +324,8 @@ class RayExecutor:
             Exception: that of the rank that failed first; its ``__cause__`` is a RuntimeError with the rank
                 and its traceback. The workers have ended.
             RuntimeError: a rank was killed, has called ``sys.exit()``, or failed with an exception that
-                cannot be pickled; or the executor is not running.
+                cannot be pickled; or the executor is not running, or another thread has called
+                :meth:`shutdown`.
             TypeError: ``fn`` and its arguments cannot be pickled; nothing was run.
             KeyboardInterrupt: Ctrl-C. The workers have ended.
         """
@@ -478,8 +479,7 @@ class RayExecutor:
     def _place(self, deadline: float) -> tuple[Any, list[int]]:
         """A placement group, and for each worker a bundle of it; -1: any."""
         params = self._params
-        current = ray.util.get_current_placement_group() if params.use_current_placement_group else None
-        if current is not None:
+        if (current := self._current_group()) is not None:
             return current, [-1] * params.size
         bundles = params.bundles
         with self._lock:
@@ -492,16 +492,26 @@ class RayExecutor:
             raise TimeoutError(self._not_started())
         return group, [number for number in range(len(bundles)) for _ in range(params.on_host)]
 
+    def _current_group(self) -> Any:
+        """The placement group in which the workers are started; None: they get one."""
+        return ray.util.get_current_placement_group() if self._params.use_current_placement_group else None
+
     def _not_started(self) -> str:
         """The message for workers that Ray has not started in time."""
         params = self._params
         asked = f"{params.size} workers with {_shown(params.resources)} each"
         if params.num_hosts is not None:
             asked += f", {params.on_host} on each of {params.num_hosts} nodes"
+        limit = f"{self._settings.placement_group_timeout_s:g} s"
+        if (group := self._current_group()) is not None:
+            return (
+                f"RayExecutor.start(): Ray has not started {asked} in the current placement group, within "
+                f"{limit}. Its bundles: {group.bundle_specs}, of which this process may use a part. Ask for "
+                "fewer workers, make the group larger, or pass use_current_placement_group=False"
+            )
         nodes = [_shown(node["Resources"]) for node in ray.nodes() if node["Alive"]]
         return (
-            f"RayExecutor.start(): Ray has not started {asked}, within "
-            f"{self._settings.placement_group_timeout_s:g} s. Free in the cluster: "
+            f"RayExecutor.start(): Ray has not started {asked}, within {limit}. Free in the cluster: "
             f"{_shown(ray.available_resources())}; its nodes have: {', '.join(nodes)}. Ask for fewer "
             "workers, add nodes, or raise placement_group_timeout_s"
         )
@@ -530,7 +540,11 @@ class RayExecutor:
             raise
         if failures:
             rank = min(failures, key=lambda rank: _precedence(failures[rank]))
+            with self._lock:  # another thread may have ended the workers
+                ended = "" if self._workers else self._ended
             self._end(f"rank {rank} has failed", workers)
+            if ended and not isinstance(failures[rank], RayTaskError):
+                raise RuntimeError(f"the workers have ended during the call: {ended}") from failures[rank]
             _raise(rank, failures[rank])
         return results
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, Protocol
 
 import ray
@@ -14,7 +15,9 @@ from ray._private import state, worker
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-__all__ = ["ANY", "Demand", "GroupRoom", "NodeRoom", "RayHostDiscovery", "Room", "Watched"]
+from polyhvd.launch.elastic.discovery import HostDiscovery
+
+__all__ = ["ANY", "Demand", "GroupRoom", "KnownHosts", "NodeRoom", "RayHostDiscovery", "Room", "Watched"]
 
 #: The bundle of processes that are in no placement group.
 ANY = -1
@@ -67,6 +70,36 @@ class RayHostDiscovery:
         nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         found = {node: _count(has, self._needed) for node, has in nodes.items()}
         return {node: slots for node, slots in found.items() if slots}
+
+
+class KnownHosts:
+    """Lists the hosts of a user's discovery that Ray has: an actor for another one would wait for ever.
+
+    Args:
+        discovery: the user's.
+    """
+
+    def __init__(self, discovery: HostDiscovery) -> None:
+        self._discovery = discovery
+        #: The others, by the ids or addresses that were not found.
+        self.unknown: list[str] = []
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """The number of ranks that each node can have, by its id or address.
+
+        Raises:
+            TypeError: the user's discovery has returned something else.
+        """
+        hosts = self._discovery.find_available_hosts_and_slots()
+        if not isinstance(hosts, Mapping) or not all(isinstance(slots, Integral) for slots in hosts.values()):
+            raise TypeError(
+                f"settings.discovery: find_available_hosts_and_slots() has returned {hosts!r}; expected a "
+                "dict from ids or addresses of nodes to numbers of ranks"
+            )
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        names = {node[key] for node in nodes for key in ("NodeID", "NodeManagerAddress")}
+        self.unknown = [host for host in hosts if host not in names]
+        return {host: hosts[host] for host in hosts if host in names}
 
 
 def _count(has: Mapping[str, float], needed: Mapping[str, float]) -> int:

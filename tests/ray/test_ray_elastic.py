@@ -686,7 +686,6 @@ def test_a_rank_that_calls_exit_ends_the_job(tmp_path: Path) -> None:
         executor(2, 2).run(lambda: fail(tmp_path, SystemExit(4)))
 
 
-@pytest.mark.nightly
 def test_a_job_that_changes_too_often_ends(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the world has changed 1 times, and reset_limit is 0"):
         executor(1, 2, reset_limit=0).run(lambda: train(tmp_path, [1]))
@@ -768,12 +767,41 @@ def test_a_second_ctrl_c_does_not_keep_a_job_from_ending_its_processes(
     wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 
+def test_shutdown_ends_a_start_that_waits_for_room() -> None:
+    made = ElasticRayExecutor(ElasticRayExecutor.create_settings(100))
+    shutdown = threading.Timer(0.5, made.shutdown)
+    shutdown.start()
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^ElasticRayExecutor\.start\(\): shutdown\(\) has been"):
+        made.start()
+    assert time.monotonic() - begun < END_S
+    with pytest.raises(RuntimeError, match=r"call start\(\) first"):
+        made.run(lambda: 1)
+
+
 def test_too_little_room_is_an_error_with_what_there_is() -> None:
     settings = ElasticRayExecutor.create_settings(13, elastic_timeout=1)
     with pytest.raises(TimeoutError, match=r"room for 12 ranks with .* each, fewer than min_workers=13"):
         ElasticRayExecutor(settings).start()
     with pytest.raises(RuntimeError, match=r"call start\(\) first"):
         ElasticRayExecutor(settings).run(lambda: 1)
+
+
+def test_hosts_that_ray_does_not_have_and_other_results_of_a_discovery_are_errors() -> None:
+    class Listing:
+        found: Any
+
+        def find_available_hosts_and_slots(self) -> Any:
+            return self.found
+
+    settings = ElasticRayExecutor.create_settings(2, elastic_timeout=0, discovery=Listing())
+    made = ElasticRayExecutor(settings, override_discovery=False)
+    Listing.found = {"192.0.2.77": 2}
+    with pytest.raises(TimeoutError, match=r"No node of Ray has the id or address \['192\.0\.2\.77'\]"):
+        made.start()
+    for Listing.found in (["192.0.2.77"], {alive()[0]["NodeID"]: "2"}):
+        with pytest.raises(TypeError, match=r"_hosts_and_slots\(\) has returned .*expected a dict"):
+            made.start()
 
 
 def test_discovery_counts_ranks_by_node() -> None:
@@ -792,6 +820,10 @@ def test_discovery_counts_ranks_by_node() -> None:
         ({"min_workers": 3, "max_workers": 2}, "expected 1 <= min_workers <= max_workers"),
         ({"min_workers": 1, "gpus_per_worker": 1}, "needs use_gpu=True"),
         ({"min_workers": 1, "cooldown_range": (1,)}, "expected two numbers"),
+        ({"min_workers": 1, "cooldown_range": ("a", "b")}, "expected two numbers"),
+        ({"min_workers": 1, "cooldown_range": (5, 2)}, "^cooldown_range 5 2: expected 0 <= MIN <= MAX$"),
+        ({"min_workers": 1, "reset_limit": -1}, "^spares and reset_limit must not be negative$"),
+        ({"min_workers": 1, "elastic_timeout": -1}, "^elastic_timeout -1: expected seconds"),
         ({"min_workers": 1, "override_discovery": False}, "settings.discovery is None"),
     ],
 )

@@ -244,6 +244,21 @@ def test_too_few_resources_are_an_error_with_what_was_asked_for_and_what_there_i
         executor.run(lambda: 1)
 
 
+def test_too_small_a_placement_group_is_an_error_with_its_bundles() -> None:
+    @ray.remote(num_cpus=1)
+    def trial() -> None:
+        RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=2), num_workers=2).start()
+
+    group = placement_group([{"CPU": 1}, {"CPU": 1}])
+    strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+    words = r"2 workers with 1 CPUs each in the current placement group, within 2 s\. Its bundles: \[\{'CPU'"
+    try:
+        with pytest.raises(TimeoutError, match=words):
+            ray.get(trial.options(scheduling_strategy=strategy).remote())
+    finally:
+        remove_placement_group(group)
+
+
 def groups_left() -> int:
     return sum(group["state"] != "REMOVED" for group in placement_group_table().values())
 
@@ -326,6 +341,15 @@ def test_a_call_that_shutdown_has_ended_leaves_workers_alone_that_were_started_s
         with pytest.raises(RuntimeError, match=r"^rank 0 has ended"):
             executor._collect(calls, former)  # what the thread of run_remote() does, maybe later than this
         assert executor.run(lambda: 1) == [1]
+
+
+def test_a_call_that_shutdown_ends_in_another_thread_has_that_as_its_reason() -> None:
+    with started(1) as executor:
+        calls, workers = executor.run_remote(time.sleep, [600]), executor._workers
+        executor._end("shutdown() has been called")  # without the time in which ranks can leave
+        words = r"^the workers have ended during the call: shutdown\(\) has been called$"
+        with pytest.raises(RuntimeError, match=words):
+            executor._collect(calls, workers)  # what run() does
 
 
 def kill(rank: int) -> None:

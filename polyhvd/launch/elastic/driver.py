@@ -273,7 +273,7 @@ class Driver:
         self._do(action for action in actions if not isinstance(action, End))
         if ends[0].reason:
             self._report(ends[0].reason)
-        return StopOthers(now + _SETTLE_S)
+        return StopOthers(now + _SETTLE_S, ends[0].reason)
 
     def refuse(self, number: int, problems: Sequence[Problem], now: float) -> set[int]:
         """Report why a host cannot take part, and continue without it; returns the members planned for it."""

@@ -207,6 +207,7 @@ class FunctionJob(abc.ABC):
             self._verdict.add(ending)
         if isinstance(decision, StopOthers):
             self._stop_at = min(self._stop_at, decision.at)
+            self._reason = self._reason or self.renamed(decision.reason)
 
     # For the driver, see DrivenJob
 
@@ -216,11 +217,11 @@ class FunctionJob(abc.ABC):
 
     def report(self, text: str) -> None:
         """Print a line to standard error."""
-        print(f"polyhvd: {self._renamed(text)}", file=sys.stderr, flush=True)
+        print(f"polyhvd: {self.renamed(text)}", file=sys.stderr, flush=True)
 
     def end(self, reason: str, cause: Ending | None, status: int) -> None:
         """The job has failed."""
-        self._reason = self._renamed(reason)
+        self._reason = self.renamed(reason)
         self._verdict.status = status if cause is None else 0
         if cause is not None:
             self._verdict.add(cause)
@@ -230,8 +231,10 @@ class FunctionJob(abc.ABC):
         """The job is done."""
         self._finished = True
 
-    def _renamed(self, text: str) -> str:
-        for option, name in self.names.items():
+    @classmethod
+    def renamed(cls, text: str) -> str:
+        """A message with the names that options of polyhvdrun have here."""
+        for option, name in cls.names.items():
             text = text.replace(option, name)
         return text
 

@@ -37,6 +37,7 @@ class StopOthers:
     """Ask the other ranks to end, at this moment by ``time.monotonic()`` or at an earlier decision's."""
 
     at: float
+    reason: str = ""  #: why the rank's end has this effect, if it does not always have it
 
 
 @dataclass(frozen=True)
