@@ -47,6 +47,46 @@ def test_example_trains_with_a_falling_loss(name: str, cluster: str) -> None:
     assert float(last[1]) > 0.93
 
 
+PAGE = TESTS.parent / "docs" / "ray.md"
+#: The last line that each program of the page prints, by the heading above it.
+PROGRAMS = {
+    "A first job": r"\[\(0, array\(\[0\.05, .*\), \(1, array\(\[0\.05, .*\)\]",
+    "Elastic jobs": r"\[(1\. *| *){10}\]",
+    "Your own actors": r"\[\(0, 4, array\(\[4\., 4\.\].*\), \(1, .*\), \(2, .*\), \(3, .*\)\]",
+    "Ray Train": r"\{'loss': [\d.e-]+\}",
+    "Tune": r"\{'lr': 0\.\d+\}",
+}
+_OFTEN = ("Elastic jobs", "Your own actors")  # BASIC below has the calls of the first
+
+
+def programs() -> list[tuple[str, str]]:
+    """The heading and the text of each program of the page."""
+    blocks = re.compile(r"^## ([^\n]*)$|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    found, heading = [], ""
+    for block in blocks.finditer(PAGE.read_text()):
+        heading = block[1] or heading
+        if block[2]:
+            found.append((heading, block[2]))
+    return found
+
+
+def test_each_program_of_the_page_is_tested() -> None:
+    assert [heading for heading, _ in programs()] == list(PROGRAMS)
+
+
+@pytest.mark.parametrize(
+    "heading",
+    [pytest.param(name, marks=[] if name in _OFTEN else pytest.mark.nightly) for name in PROGRAMS],
+)
+def test_the_program_of_the_page_runs_as_it_is(heading: str, cluster: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(dict(programs())[heading])
+    env = {**os.environ, "RAY_ADDRESS": cluster, "HOME": str(tmp_path)}  # where it writes checkpoints
+    words = [sys.executable, "train.py"]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=BUSY_S)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert re.fullmatch(PROGRAMS[heading], done.stdout.splitlines()[-1]), done.stdout
+
+
 BASIC = """
 import sys
 
