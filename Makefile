@@ -359,11 +359,19 @@ environments: $(STAMPS)/base
 
 IMAGE_BUILDER ?= $(firstword $(foreach name,docker podman buildah,$(shell $(name) info >/dev/null 2>&1 && echo $(name))))
 
-##@ image    the container image, by docker, podman or buildah; without IMAGE_BUILDER its steps in a folder, as root
+# A framework, the image to build on, such as one with CUDA, and the suffix of the tag: polyhvd:torch-cuda.
+FRAMEWORK ?=
+BASE ?=
+SUFFIX ?= $(if $(findstring cuda,$(BASE)),cuda)
+INDEX ?=
+IMAGE_TAG = $(or $(FRAMEWORK)$(if $(and $(FRAMEWORK),$(SUFFIX)),-)$(SUFFIX),latest)
+IMAGE_ARGUMENTS = $(foreach name,FRAMEWORK BASE INDEX,$(if $($(name)),--build-arg $(name)=$($(name))))
+
+##@ image    the container image, by docker, podman or buildah, or polyhvd:torch with FRAMEWORK=torch; without IMAGE_BUILDER its steps in a folder, as root
 .PHONY: image
 image:
 	$(if $(IMAGE_BUILDER),,sh tools/apt.sh debootstrap)
-	$(or $(and $(IMAGE_BUILDER),$(IMAGE_BUILDER) build -t polyhvd .),$(PYTHON) tools/image.py)
+	$(or $(and $(IMAGE_BUILDER),$(IMAGE_BUILDER) build -t polyhvd:$(IMAGE_TAG) $(IMAGE_ARGUMENTS) .),$(PYTHON) tools/image.py)
 
 ##@ clean    remove what was built; .venv stays
 clean:

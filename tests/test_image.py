@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +30,44 @@ def test_a_user_who_is_not_root_comes_last_and_compilers_stay_behind(image: Modu
     assert [rest for word, rest in steps if word == "USER"] == ["1000"]
     assert "g++" in " ".join(rest for _, rest in steps[:last])
     assert "g++" not in " ".join(rest for _, rest in steps[last:])
-    assert {word for word, _ in steps} <= {"FROM", "RUN", "COPY", "ENV", "USER", "WORKDIR", "CMD"}
+    assert {word for word, _ in steps} <= {"FROM", "RUN", "COPY", "ENV", "USER", "WORKDIR", "CMD", "ARG"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "command"),
+    [
+        ((), "docker build -t polyhvd:latest  ."),
+        (("FRAMEWORK=torch",), "docker build -t polyhvd:torch --build-arg FRAMEWORK=torch   ."),
+        (
+            ("FRAMEWORK=jax", "BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04"),
+            "docker build -t polyhvd:jax-cuda --build-arg FRAMEWORK=jax --build-arg "
+            "BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04 .",
+        ),
+        (
+            ("BASE=ubuntu:24.04", "SUFFIX=ubuntu"),
+            "docker build -t polyhvd:ubuntu --build-arg BASE=ubuntu:24.04 .",
+        ),
+    ],
+)
+def test_make_image_has_a_tag_for_each_framework_and_base(variables: tuple[str, ...], command: str) -> None:
+    words = ["make", "-n", "-s", "image", "IMAGE_BUILDER=docker", *variables]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == command.split()
+
+
+@pytest.mark.parametrize(
+    ("framework", "packages"), [("", ""), ("torch", ""), ("mxnet", "libgomp1 libquadmath0")]
+)
+def test_an_image_with_mxnet_has_the_libraries_that_it_needs(
+    image: ModuleType, framework: str, packages: str
+) -> None:
+    runs = [rest for word, rest in image.read((ROOT / "Dockerfile").read_text()) if word == "RUN"]
+    (found,) = (rest for rest in runs if "libgomp1" in rest)
+    apt = found.partition("&& rm -rf")[0].replace("apt-get", "echo")
+    done = subprocess.run(
+        ["sh", "-c", apt], env={"FRAMEWORK": framework}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1].partition("python3-numpy")[2].strip() == packages
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "image"
 BYTES_MAX = 150_000_000
-_BASE = "debian:bookworm-slim"
+_BASE = "debian:bookworm-slim"  # the default of the Dockerfile's BASE
 #: https://github.com/debuerreotype/debuerreotype/blob/master/scripts/.slimify-excludes
 _SLIM = ("doc", "groff", "info", "linda", "lintian", "locale", "man")
 #: Of this machine's, for its way to the registries; no part of the image.
@@ -58,6 +58,7 @@ class Stage:
     user: str = "0"
     folder: str = "/"
     command: list[str] = field(default_factory=list)
+    arguments: dict[str, str] = field(default_factory=dict)  # of ARG: for RUN, and not in the image
 
     def run(self, command: str) -> None:
         """Run a shell command in it; raises CalledProcessError."""
@@ -70,6 +71,7 @@ class Stage:
             "HOME": self._home(),
             "DEBIAN_FRONTEND": "noninteractive",
             **passed_on,
+            **self.arguments,
             **self.env,
         }
         inside = ["env", "-i", *(f"{name}={value}" for name, value in env.items())]
@@ -107,8 +109,11 @@ def build(instructions: list[tuple[str, str]], base: Path, context: Path) -> Sta
     stage = Stage(base)
     for word, rest in instructions:
         print(f"== {word} {rest[:100]}", flush=True)
-        if word == "FROM":
-            name, _, alias = rest.partition(" AS ")
+        if word == "ARG":
+            name, _, default = rest.partition("=")
+            stage.arguments[name] = default
+        elif word == "FROM":
+            name, _, alias = rest.replace("${BASE}", _BASE).partition(" AS ")
             origin = stages[name] if name in stages else Stage(base)
             if name not in (_BASE, *stages):
                 raise SystemExit(f"FROM {name}: only {_BASE} and stages before can be made here")
