@@ -60,7 +60,9 @@ def _parser(*, with_parity: bool = False) -> argparse.ArgumentParser:
     parser.add_argument(
         "--print-completion", metavar="SHELL", help="print completions for bash or zsh; needs shtab"
     )
-    parser.add_argument("--version", action="version", version=f"polyhvd {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"polyhvd {__version__}", help="print the version"
+    )
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="COMMAND")
 

@@ -35,6 +35,13 @@ def test_configuration_is_the_table_of_config() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == printed
 
 
+def test_page_of_commands_has_their_options() -> None:
+    printed = subprocess.run(
+        [sys.executable, "tools/commands.py"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    assert (ROOT / "docs" / "commands.md").read_text() == printed
+
+
 def test_files_that_documents_name_exist() -> None:
     missing = []
     for document, match in found(PATH):
