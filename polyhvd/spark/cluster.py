@@ -72,6 +72,7 @@ class ClassicCluster(Cluster):
         super().__init__(session)
         self._context = session.sparkContext
         self._scala = self._context._jsc.sc()
+        self._numbers: dict[str, int] = {}  # of jobs that were found, by their tags
         # Spark's status store drops an event that follows another one within 0.1 s until the next heartbeat.
         heartbeat_ms = self._scala.conf().getTimeAsMs("spark.executor.heartbeatInterval", "10s")
         self.lag_s = heartbeat_ms / 1e3 + _FLUSH_S
@@ -96,25 +97,25 @@ class ClassicCluster(Cluster):
 
     def has_begun(self, tag: str) -> bool:
         """As Spark's status store has it."""
-        return any(
-            job.numActiveTasks() + job.numCompletedTasks() + job.numFailedTasks() + job.numKilledTasks()
-            for job in self._jobs(tag)
-        )
+        job = self._job(tag)
+        if job is None:
+            return False
+        ended = job.numCompletedTasks() + job.numFailedTasks() + job.numKilledTasks()
+        return bool(job.numActiveTasks() + ended)
 
     def lost(self, tag: str) -> str:
         """The first failure that Spark has recorded."""
-        store = self._scala.statusStore()
-        for job in self._jobs(tag):
-            if not job.numFailedTasks():
-                continue
-            for number in _items(job.stageIds()):
-                for task in _items(store.taskList(number, 0, _TASKS_MAX)):
-                    if task.status() == "FAILED":
-                        reason = task.errorMessage()
-                        text = reason.get() if reason.isDefined() else "without a message"
-                        where = f"executor {task.executorId()} on {task.host()}"
-                        text = text.partition("\n\tat ")[0]  # the stack of the JVM follows
-                        return f"task {task.partitionId()} ({where}) has failed: {text}"
+        job = self._job(tag)
+        if job is None or not job.numFailedTasks():
+            return ""
+        for number in _items(job.stageIds()):
+            for task in _items(self._scala.statusStore().taskList(number, 0, _TASKS_MAX)):
+                if task.status() == "FAILED":
+                    reason = task.errorMessage()
+                    text = reason.get() if reason.isDefined() else "without a message"
+                    where = f"executor {task.executorId()} on {task.host()}"
+                    text = text.partition("\n\tat ")[0]  # the stack of the JVM follows
+                    return f"task {task.partitionId()} ({where}) has failed: {text}"
         return ""
 
     def described(self) -> str:
@@ -134,9 +135,21 @@ class ClassicCluster(Cluster):
         """Where executors reach the JVM, which is on this host."""
         return str(self._scala.conf().get("spark.driver.host"))
 
-    def _jobs(self, tag: str) -> list[Any]:
-        jobs = _items(self._scala.statusStore().jobsList(None))
-        return [job for job in jobs if tag in job.jobTags().mkString(" ").split()]
+    def _job(self, tag: str) -> Any:
+        """The job that has the tag, once Spark has recorded it; None: not yet.
+
+        It is looked for once only: Spark records the last 1,000 jobs of a session.
+        """
+        store = self._scala.statusStore()
+        if tag not in self._numbers:
+            jobs = store.jobsList(None)  # the newest first
+            for number in range(jobs.length()):
+                job = jobs.apply(number)
+                if tag in job.jobTags().mkString(" ").split():
+                    self._numbers[tag] = job.jobId()
+                    return job
+            return None
+        return store.job(self._numbers[tag])
 
 
 class ConnectCluster(Cluster):

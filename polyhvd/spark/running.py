@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
@@ -147,7 +148,9 @@ class _Job:
                 for kind, rank, data in frame.collect():
                     rows[kind, rank] = rows.get((kind, rank), b"") + bytes(data)
         except Exception as error:
-            lost = self._cluster.lost(self._tag)
+            lost = ""
+            with contextlib.suppress(Exception):  # Spark itself has ended
+                lost = self._cluster.lost(self._tag)
             failure = self._verdict or RuntimeError(f"polyhvd.spark.run(): {lost or in_short(error)}")
             raise failure from error
         except BaseException:

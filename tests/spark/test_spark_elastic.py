@@ -58,6 +58,40 @@ def test_a_lost_task_is_replaced_by_another(tmp_path: Path, generations: int) ->
     assert [item.process in ranks for item in found] == [True, False]
 
 
+def test_a_second_attempt_of_a_task_waits_without_a_rank(monkeypatch: Any, tmp_path: Path) -> None:
+    jobs = []
+
+    class Twice(elastic._Tasks):
+        """Starts two tasks for each slot, as Spark's speculation does. It needs two hosts for that."""
+
+        def __init__(self, cluster: Any, count: int, post: Any, job: Any) -> None:
+            super().__init__(cluster, 2 * count, post, job)
+            jobs.append(job)
+
+    def wait() -> tuple[int, int]:
+        import polyhvd.numpy as hvd
+
+        note(tmp_path)
+        hvd.init()
+        deadline = time.monotonic() + BUSY_S
+        while not (tmp_path / "go").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return hvd.rank(), hvd.size()
+
+    monkeypatch.setattr(elastic, "_Tasks", Twice)
+    run = ThreadPoolExecutor(1).submit(polyhvd.spark.run_elastic, wait, num_proc=1)
+
+    def are_there() -> bool:
+        return run.done() or (bool(started(tmp_path)) and jobs[0].slots == 2)
+
+    wait_until(are_there, "both tasks are there", BUSY_S)
+    time.sleep(1.0)
+    (tmp_path / "go").touch()
+    assert run.result(BUSY_S) == [(0, 1)]
+    assert len(started(tmp_path)) == 1
+
+
 @pytest.mark.nightly
 def test_each_local_rank_is_the_gpu_that_spark_has_assigned_to_its_task() -> None:
     def look() -> tuple[list[str], list[str], int]:

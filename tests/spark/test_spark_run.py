@@ -17,6 +17,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import spark_common
+from py4j.java_gateway import GatewayClient
 from ranks_alive import is_running, wait_until
 from spark_common import BUSY_S, END_S, in_world, noted, parent_of, same_in_all_versions, sleeping
 
@@ -94,6 +95,7 @@ def test_nothing_of_a_run_is_left_in_the_next() -> None:
     assert not {item[0] for item in before} & {item[0] for item in after}
 
 
+@same_in_all_versions
 def test_an_exception_has_its_class_with_rank_executor_and_traceback_as_the_cause() -> None:
     def fail() -> None:
         raise MineError("of rank 1")
@@ -107,6 +109,7 @@ def test_an_exception_has_its_class_with_rank_executor_and_traceback_as_the_caus
     assert text.endswith("MineError: of rank 1")
 
 
+@same_in_all_versions
 @pytest.mark.parametrize(
     ("end", "message"),
     [
@@ -184,6 +187,24 @@ def test_a_job_that_has_begun_may_take_longer_than_the_timeout() -> None:
     limit_s = 2 + 2 * (time.monotonic() - begin)  # the start takes longer on a busy machine
     ended_s = limit_s + cluster.find("the test").lag_s + 1  # when the job has been cancelled, if it is
     assert polyhvd.spark.run(time.sleep, (ended_s,), start_timeout=limit_s) == [None, None]
+
+
+@same_in_all_versions
+def test_a_job_that_is_watched_is_not_searched_for_again(session: Any, monkeypatch: Any) -> None:
+    known = cluster.find("the test")
+    with known.tagged("mine"):
+        session.range(1).collect()
+    for _ in range(20):
+        session.range(1).collect()
+    wait_until(lambda: known.has_begun("mine"), "Spark records the job", BUSY_S)
+    sent = []
+    send = GatewayClient.send_command
+    monkeypatch.setattr(
+        GatewayClient, "send_command", lambda *given, **more: sent.append(given) or send(*given, **more)
+    )
+    assert known.has_begun("mine")
+    assert known.lost("mine") == ""
+    assert 0 < len(sent) < 20, "calls of the JVM"
 
 
 @same_in_all_versions
