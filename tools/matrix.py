@@ -138,14 +138,15 @@ ENVIRONMENTS = (
         "spark-3.5",
         ("numpy==1.26.4", "pandas==2.2.3", "pyarrow==17.0.0", "pyspark==3.5.9", "setuptools", "fsspec"),
         (),
-        # The versions differ in barrier stages and in what they report of tasks, which the first two test,
+        # The versions differ in barrier stages and in what they report of tasks, which the first one tests,
         # and in Spark ML. PyTorch is that of the suite.
         extra_tests=(
-            "tests/spark/test_spark_driver.py tests/spark/test_spark_run.py "
-            f"tests/spark/test_spark_estimators_torch.py::{_CLASSIFIER}",
+            f"tests/spark/test_spark_run.py tests/spark/test_spark_estimators_torch.py::{_CLASSIFIER}",
         ),
         nightly_tests=(
-            " ".join(f"tests/spark/test_spark_{name}.py" for name in ("elastic", "examples", "store")),
+            " ".join(
+                f"tests/spark/test_spark_{name}.py" for name in ("driver", "elastic", "examples", "store")
+            ),
             *(
                 f"tests/spark/test_spark_estimators_{name}.py::{_CLASSIFIER}"
                 for name in ("lightning", "keras", "mxnet")
