@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import tempfile
@@ -209,6 +210,7 @@ class _LightningTrainer(Trainer):
                 loaders = {"datamodule": _data_module(make, run)}
                 trainer.callbacks.insert(0, _Weighing(data))
             resumed = _RESUMED if run.checkpoint.state else None
+            _log_over_ranks(module, *((None, None) if make else (data, validation)))
             if run.job.is_elastic:
                 run.train.set_epoch(run.epochs.start)
                 history = list(run.checkpoint.history or ())
@@ -226,6 +228,32 @@ class _LightningTrainer(Trainer):
                 trainer.fit(module, **loaders, ckpt_path=resumed)
             if polyhvd.rank() == 0:
                 run.keep_files(Path(folder))
+
+
+def _log_over_ranks(module: Any, data: _Data | None, validation: _Data | None) -> None:
+    """Have ``self.log()`` reduce the metrics of an epoch over ranks, for schedulers and early stops.
+
+    Args:
+        module: of the user.
+        data: the rows for training, to weight means by; None: they are not known.
+        validation: those for validation.
+    """
+    log = module.log
+    signature = inspect.signature(log)
+
+    @functools.wraps(log)
+    def log_over_ranks(*args: Any, **given: Any) -> None:
+        arguments = signature.bind(*args, **given).arguments
+        is_training = module.trainer.training
+        on_epoch = arguments.get("on_epoch")
+        if (not is_training if on_epoch is None else on_epoch) and not arguments.get("rank_zero_only"):
+            rows = data if is_training else validation
+            arguments.setdefault("sync_dist", True)
+            if rows is not None:
+                arguments.setdefault("batch_size", rows.batch_rows)
+        log(**arguments)
+
+    module.log = log_over_ranks
 
 
 def _data_module(make: Callable[..., Any], run: Run) -> Any:
@@ -294,8 +322,8 @@ class _Data:
         self.trainer: Any = None
         #: Of the loss of the current batch.
         self.weight = 1.0
-        #: Rows of this rank in the latest epoch.
-        self.rows = 0
+        #: Rows of this rank in the latest epoch, and in the current batch.
+        self.rows = self.batch_rows = 0
         self._features = dict(
             zip(params["feature_cols"], shapes_of(shapes, params["feature_cols"]), strict=True)
         )
@@ -325,7 +353,8 @@ class _Data:
         )
         for batch in batches:
             self.weight = batch.weight
-            self.rows += len(batch.indices) if batch.weight else 0
+            self.batch_rows = len(batch.indices) if batch.weight else 0
+            self.rows += self.batch_rows
             yield self._tensors(batch.arrays)
         self.weight = 1.0
 

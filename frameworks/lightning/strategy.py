@@ -149,6 +149,8 @@ class PolyhvdStrategy(Ranks, pl.strategies.ParallelStrategy):  # type: ignore[mi
         caller = getattr(sys._getframe(1).f_locals.get("self"), "meta", None)  # Lightning passes no name
         name = getattr(caller, "name", None)
         op, value = reduction(reduce_op), tensor.detach()
+        if op == hvd.Average and not value.is_floating_point():
+            value = value.float()  # numbers of rows, whose mean may be no integer
         if isinstance(name, str) and value.numel() == 1 and value.is_floating_point() and op in _METRIC_OPS:
             return _reduced_metric(name, value, op, process_set)
         return hvd.allreduce(value, op=op, process_set=process_set)

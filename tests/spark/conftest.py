@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fork_servers import IMPORTS, ForkServers
 from spark_common import WEIGHTS, end_session
 
 from polyhvd.installed import is_installed
@@ -102,3 +103,27 @@ def store(tmp_path: Path) -> Any:
     from polyhvd.spark import Store
 
     return Store.create(str(tmp_path / "store"))
+
+
+#: Python, but the program of a rank runs in a fork of a server that has imported its framework.
+FORKING = """#!/bin/sh
+if [ "$1 $2" = "-m polyhvd.launch.job.function" ]; then
+  exec {forked} -c "from polyhvd.launch.job.function import main; main()"
+fi
+exec {python} "$@"
+"""
+
+
+@pytest.fixture
+def ranks_in_forks(
+    request: pytest.FixtureRequest, fork_servers: ForkServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that this process starts, and not Spark, begin with the framework of the test imported."""
+    name = request.module.__name__.rpartition("_")[2]
+    name = "lightning" if name == "torch" else name  # which share the servers
+    imports = IMPORTS["tensorflow" if name == "keras" else name]
+    forked = fork_servers.python(2, [*imports, f"polyhvd.spark.{name}", "polyhvd.data"])
+    script = tmp_path.parent / f"{tmp_path.name}-python"
+    script.write_text(FORKING.format(forked=" ".join(forked), python=sys.executable))
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))

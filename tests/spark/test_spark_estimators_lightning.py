@@ -24,7 +24,7 @@ from spark_common import (
 )
 
 import polyhvd.spark
-from polyhvd.data import ParquetLoader
+from polyhvd.data import ParquetLoader, write_parquet
 from polyhvd.spark.lightning import LightningEstimator, TorchEstimator
 
 for module in (spark_common, sys.modules[__name__]):
@@ -160,6 +160,7 @@ def reference(folder: str, module: Any, epochs: int) -> dict[str, Any]:
     return values_of(module)
 
 
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store: Any) -> None:
     write_points(store)
     estimator = regression(store=store)
@@ -176,6 +177,39 @@ def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store
         named.setTrainerArgs({"max_time": None}).fit_on_parquet()
 
 
+class Plateau(Regression):
+    """A module whose learning rate follows a metric of which the ranks have different values."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_y", batch["y"].mean() * (1 + self.trainer.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_y"}}
+
+
+class Noting(lightning.pytorch.callbacks.Callback):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        found = trainer.optimizers[0].param_groups[0]["lr"], values_of(pl_module)
+        (self._folder / f"rank-{polyhvd.rank()}").write_text(repr(found))
+
+
+@pytest.mark.usefixtures("ranks_in_forks")
+def test_a_schedule_follows_the_mean_over_the_rows_of_all_ranks(store: Any, tmp_path: Path) -> None:
+    write_points(store)
+    heights = np.array([1.0, 2.0, -3.0, -4.0, 9.0])  # two for each rank, and one for the first
+    write_parquet({"x": np.ones((5, 4)), "y": heights}, f"{store.get_val_data_path()}/0.parquet")
+    given = {"model": Plateau(), "epochs": 3, "val_batch_size": 2, "callbacks": [Noting(tmp_path)]}
+    history = regression(store=store, **given).fit_on_parquet().getHistory()
+    assert [entry["val_y"] for entry in history] == pytest.approx([1.0, 2.0, 3.0])
+    first, second = ((tmp_path / f"rank-{rank}").read_text() for rank in (0, 1))
+    assert first == second
+
+
 @pytest.mark.nightly
 def test_an_elastic_fit_outlives_a_worker(frame: Any, tmp_path: Path) -> None:
     estimator = regression(model=Regression(), epochs=4, batch_size=16)
@@ -186,6 +220,7 @@ def test_an_elastic_fit_outlives_a_worker(frame: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_killed_rank_is_one_error_and_the_next_fit_resumes(store: Any, tmp_path: Path) -> None:
     check_killed_and_resumed(regression, lambda model: values_of(model.getModel()), store, tmp_path)
 
@@ -228,6 +263,7 @@ class Files(lightning.LightningDataModule):
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_loss_that_is_not_finite_and_an_own_data_module_are_used(store: Any) -> None:
     write_points(store)
     with pytest.raises(ValueError, match="the loss is nan, and terminate_on_nan is set"):

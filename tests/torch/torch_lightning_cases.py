@@ -288,6 +288,7 @@ def exchanges_of_the_strategy() -> None:
     rank, size = hvd.rank(), hvd.size()
     assert strategy.broadcast({"rank": rank}, src=1) == {"rank": 1}
     assert strategy.reduce("no tensor") == "no tensor"
+    assert strategy.reduce(torch.tensor(rank)) == (size - 1) / 2  # as Lightning counts rows
     assert strategy.reduce(torch.tensor([rank]), reduce_op=torch.distributed.ReduceOp.SUM).tolist() == [
         size * (size - 1) / 2
     ]
