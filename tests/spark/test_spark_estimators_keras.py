@@ -108,6 +108,7 @@ def with_an_axis(arrays: dict[str, Any]) -> dict[str, Any]:
     return {"x": arrays["x"].astype(np.float32), "y": arrays["y"].astype(np.float32)[:, None]}
 
 
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store: Any) -> None:
     write_points(store)
     wanted = polyhvd.run(reference, (store.get_train_data_path(), 3), num_proc=2)
@@ -130,6 +131,7 @@ def test_an_elastic_fit_outlives_a_worker(frame: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_killed_rank_is_one_error_and_the_next_fit_resumes(store: Any, tmp_path: Path) -> None:
     check_killed_and_resumed(regression, weights_of, store, tmp_path)
 
@@ -146,6 +148,7 @@ class Stopping(keras.callbacks.Callback):
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_own_layers_callbacks_and_several_columns_are_used(frame: Any, store: Any) -> None:
     inputs = [keras.Input((2, 2), name="first"), keras.Input((1,), name="second")]
     flat = Doubled()(keras.layers.Flatten()(inputs[0]))
@@ -183,6 +186,7 @@ def test_own_layers_callbacks_and_several_columns_are_used(frame: Any, store: An
         ({"model": 3}, "model is a int; expected a keras.Model"),
     ],
 )
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_bad_input_is_one_error(values: dict[str, Any], text: str, frame: Any, store: Any) -> None:
     with pytest.raises(ValueError, match=text):
         regression(store=store, **values).fit(frame)
