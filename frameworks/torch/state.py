@@ -110,7 +110,7 @@ def broadcast_optimizer_state(
         process_set: the ranks that take part.
 
     Raises:
-        RankMismatchError: the ranks' parameter groups differ.
+        RankMismatchError: the ranks' classes of optimizers or parameter groups differ.
         NotInitializedError: before ``init()``.
 
     Example::
@@ -147,9 +147,15 @@ def _received_state(optimizer: torch.optim.Optimizer, root_rank: int, process_se
 
 def _check_groups(optimizer: torch.optim.Optimizer, root_rank: int, process_set: ProcessSet) -> None:
     groups = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
-    every = allgather_object(groups, "optimizer_state.groups", process_set)
+    every = allgather_object((type(optimizer).__name__, groups), "optimizer_state.groups", process_set)
     by_rank = dict(zip(process_set.ranks or (), every, strict=True))
-    different = [rank for rank, other in by_rank.items() if other != by_rank[root_rank]]
+    kind, expected = by_rank[root_rank]
+    if others := {rank: name for rank, (name, _) in by_rank.items() if name != kind}:
+        raise RankMismatchError(
+            f"broadcast_optimizer_state: ranks {list(others)} have {', '.join(sorted({*others.values()}))}, "
+            f"and root rank {root_rank} has {kind}; build the same optimizer on every rank"
+        )
+    different = [rank for rank, (_, other) in by_rank.items() if other != expected]
     if different:
         raise RankMismatchError(
             f"broadcast_optimizer_state: ranks {different} have other parameters than root rank {root_rank}, "

@@ -187,6 +187,9 @@ def other_parameters_are_an_error_on_every_rank() -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(2, width).parameters(), lr=0.1)
     with raises(hvd.RankMismatchError, "other parameters", "root rank 0"):
         hvd.broadcast_optimizer_state(optimizer, 0)
+    kind = torch.optim.Adam if hvd.rank() == 1 else torch.optim.SGD
+    with raises(hvd.RankMismatchError, "ranks [1] have Adam, and root rank 0 has SGD"):
+        hvd.broadcast_optimizer_state(kind(model().parameters(), lr=0.1), 0)
     assert_usable()
 
 
