@@ -100,8 +100,10 @@ def _whole_file(path: Path) -> Iterator[Path]:
         with open(new, "rb") as file:
             os.fsync(file.fileno())
         os.replace(new, path)
-    except BaseException:
+    except BaseException as error:
         new.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # pyarrow's, of a full disk
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

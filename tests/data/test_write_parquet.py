@@ -146,3 +146,14 @@ def test_bad_data_is_refused_and_leaves_no_file(
     with pytest.raises(ValueError, match=message):
         write_parquet(data, tmp_path / "x.parquet", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_is_an_error_that_names_the_file_and_leaves_the_former(full: Path) -> None:
+    (full / "filling").unlink()
+    path = full / "x.parquet"
+    write_parquet({"x": np.zeros(8)}, path)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_parquet({"x": np.random.default_rng(0).random(1 << 16)}, path)
+    assert caught.value.filename == str(path)
+    assert [each.name for each in full.iterdir()] == ["x.parquet"]
+    assert len(parquet.read_table(path)) == 8
