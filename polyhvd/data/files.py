@@ -143,13 +143,23 @@ class ParquetFiles:
         sizes: list[list[tuple[int, ...]]] = [[] for _ in self.files]
         for group in self.groups:
             sizes[group.file].append(group[1:])
+        checksums = in_threads(self._checksum, range(len(self.files)))
         texts = {}
-        for name, those in zip(self.names, sizes, strict=True):
-            checksum = zlib.crc32(repr(those).encode())
+        for name, those, content in zip(self.names, sizes, checksums, strict=True):
+            checksum = zlib.crc32(repr(those).encode(), content)
             rows, stored = (sum(size[place] for size in those) for place in (1, 2))
             parts = f"{len(those)} {self.format.groups}"
             texts[name] = f"{rows} rows in {parts} of {stored} bytes (checksum {checksum:08x})"
         return texts
+
+    def _checksum(self, number: int) -> int:
+        file = self.files[number]
+        return self.format.checksum(file.storage, file.path, self._footers[number])
+
+    @property
+    def filter_text(self) -> str:
+        """The expression by which rows are selected."""
+        return str(self._filter)
 
     def read(self, group: Group) -> list[npt.NDArray[Any]]:
         """The selected rows of a row group: an array for each column.

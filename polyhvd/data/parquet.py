@@ -217,11 +217,12 @@ class FileLoader(Loader):
     def _described(self) -> dict[str, dict[str, str]]:
         """The files and columns, and what all loaders have."""
         return {
-            "file": self._files.described(),
             "column": {
                 field.name: f"{field.type}{', decoded' * (column.decoder is not None)}"
                 for field, column in zip(self.schema, self._files.columns, strict=True)
             },
+            "expression": {"filter": self._files.filter_text},
+            "file": self._files.described(),
             **super()._described(),
         }
 

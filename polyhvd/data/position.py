@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +21,7 @@ from polyhvd.runtime import current
 __all__ = ["Place", "Position", "current_place"]
 
 T = TypeVar("T")
+_LOG = logging.getLogger("polyhvd")
 
 
 class Place(NamedTuple):
@@ -92,6 +94,7 @@ class Position:
         self._under_way: deque[tuple[Step, Place]] = deque()
         self._iteration = 0  # number of the latest iteration, the only one that may go on
         self._moves = 0  # how often the position was set, which makes what was sampled ahead invalid
+        self._has_warned = False
         self._owner = ""  # the only object that may move it; empty: any
 
     def _described(self) -> dict[str, dict[str, str]]:
@@ -306,6 +309,7 @@ class Position:
         while True:
             step = self._next(cursor, place)
             if step is None:
+                self._report_no_step(place)
                 is_done = not self._under_way and cursor == self._cursor
                 self._used |= is_done and (self._iteration, self._moves) == (own, moves)
                 return
@@ -331,6 +335,20 @@ class Position:
                 f"batches were sampled for rank {place.rank} of {place.size}, but this is rank {now.rank} of "
                 f"{now.size} now: begin a new iteration over the data loader"
             )
+
+    def _report_no_step(self, place: Place) -> None:
+        """Warn once of an epoch that has no step, which a loop over it would not show."""
+        if self._cursor or self._has_warned:
+            return
+        self._has_warned = True
+        rows = self._order.total
+        needed = f", of which a step with last='drop' needs {self._rows(place)}: use smaller batches"
+        _LOG.warning(
+            "%s: the epoch has no step: there are %d rows%s",
+            self._agreement.label if self._agreement is not None else type(self).__name__,
+            rows,
+            needed if rows else "; check the source, and filter= if it is given",
+        )
 
     def _steps_from(self, cursor: int) -> int:
         place = self._place()

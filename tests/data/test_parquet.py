@@ -420,6 +420,21 @@ def test_files_of_other_partitions_are_refused(tmp_path: Path) -> None:
         loader_of(tmp_path)
 
 
+@pytest.mark.parametrize("options", [{"filter": pc.field("x") < 0}, {"last": "drop", "batch_size": 99}])
+def test_epoch_without_a_step_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    loader = loader_of(written(tmp_path, [[9]]), **options)
+    assert [list(loader), list(loader)] == [[], []]
+    (record,) = caplog.records
+    cause = (
+        "0 rows; check the source"
+        if "filter" in options
+        else "9 rows, of which a step with last='drop' needs 99"
+    )
+    assert f"ParquetLoader: the epoch has no step: there are {cause}" in record.getMessage()
+
+
 def test_filter_leaves_rows_out(tmp_path: Path) -> None:
     folder = written(tmp_path, [[9] * 5, [4] * 5])
     loader = loader_of(folder, columns=["name"], filter=(pc.field("x") >= 7) & (pc.field("x") < 47))
@@ -919,9 +934,8 @@ def test_windows_that_a_step_replaces_are_freed_one_by_one(tmp_path: Path) -> No
     rows = np.zeros((2400, 10_000), np.uint8)
     write_parquet({"x": rows}, tmp_path / "0.parquet", rows_per_group=10)
     loader = loader_of(tmp_path, batch_size=120, prefetch_bytes=0, shuffle_bytes=6_000_000)
-    assert (
-        "shuffling: 16 streams, each mixed within 37 rows" in loader.describe()
-    )  # no step ends with a window
+    # No step ends with a window.
+    assert "shuffling: 16 streams, each mixed within 37 rows" in loader.describe()
     tracemalloc.start()
     try:
         assert sum(len(batch.indices) for batch in loader) == len(rows)

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import polyhvd.numpy as hvd
+import pyarrow.compute as pc
 import pytest
 
-from polyhvd.data import ParquetLoader, write_parquet
+from polyhvd.data import FileLoader, ParquetLoader, write_parquet
 from polyhvd.errors import DataError
 
 pytestmark = pytest.mark.ranks(2, 3)
@@ -68,6 +69,17 @@ def test_counters_have_what_was_read_and_loaded_and_how_long_steps_waited(
     assert found["data_groups"] == loader.groups_read
     assert found["data_bytes"] >= 8 * found["data_rows"]
     assert found["data_wait_us"] >= 2000
+
+
+def test_steps_that_take_longer_than_loading_hardly_wait(tmp_path: Path) -> None:
+    write_parquet({"x": np.zeros((40 * hvd.size(), 784), np.uint8)}, tmp_path / "x.parquet", rows_per_group=4)
+    loader = iter(ParquetLoader(tmp_path, batch_size=1))
+    next(loader)
+    began, before = time.monotonic(), hvd.counters()["data_wait_us"]
+    for _ in loader:
+        time.sleep(0.01)
+    waited_s = 1e-6 * (hvd.counters()["data_wait_us"] - before)
+    assert waited_s < 0.5 * (time.monotonic() - began)
 
 
 def test_ranks_count_the_rows_that_they_leave_out_and_have_equally_many_steps(tmp_path: Path) -> None:
@@ -133,6 +145,29 @@ def test_file_with_other_rows_on_one_rank_is_an_error_on_every_rank(tmp_path: Pa
         DataError, match=r"file '1.parquet': 12 rows in 4 row groups .* on rank.* 0.*in 3 row"
     ):
         iterate(loader)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_file_whose_rows_are_in_another_order_on_one_rank_is_an_error_on_every_rank(
+    tmp_path: Path, suffix: str
+) -> None:
+    x = np.arange(12)[:: -1 if hvd.rank() == 1 else 1]
+    folder = tmp_path / str(hvd.rank())
+    if suffix == "csv":
+        x = x + 10  # equally many characters in each row
+        folder.mkdir()
+        (folder / "x.csv").write_text("x\n" + "".join(f"{value}\n" for value in x))
+    else:
+        write_parquet({"x": x.copy()}, folder / "x.parquet", rows_per_group=3)
+    with pytest.raises(DataError, match=f"file 'x.{suffix}': 12 rows in .* on rank.* 0.*; 12 rows in"):
+        iterate(FileLoader(folder, batch_size=2))
+
+
+def test_other_filter_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    write_parquet({"x": np.arange(12)}, tmp_path / "x.parquet")
+    half = pc.field("x") < 6 if hvd.rank() == 1 else pc.field("x") >= 6
+    with pytest.raises(DataError, match=r"expression 'filter': \(x >= 6\) on rank.*; \(x < 6\) on rank 1"):
+        iterate(ParquetLoader(tmp_path, batch_size=2, filter=half))
 
 
 def test_difference_is_found_at_the_end_of_an_epoch_of_one_step(tmp_path: Path) -> None:
