@@ -139,6 +139,7 @@ def reference(folder: str, model: Any, optimizer: Any, epochs: int) -> dict[str,
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store: Any) -> None:
     write_points(store)
     given = {"store": store, "feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "random_seed": 7}
@@ -165,9 +166,18 @@ def mean_label(outputs: Any, labels: Any) -> Any:
     return labels.double().mean()
 
 
-def test_an_elastic_fit_outlives_a_worker_and_uses_each_row_once(frame: Any, tmp_path: Path) -> None:
+def test_an_elastic_fit_outlives_two_workers_and_uses_each_row_once(frame: Any, tmp_path: Path) -> None:
+    flag = tmp_path / "first"
+
+    def killed(batches: Any) -> Any:
+        yield from batches
+        with contextlib.suppress(FileExistsError):
+            flag.touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)  # while it writes rows
+
+    rows = frame.select("vector", "height")
     estimator = regression(metrics=[mean_label], epochs=4, batch_size=16)
-    history = elastic_fit(estimator, frame, tmp_path).getHistory()
+    history = elastic_fit(estimator, rows.mapInArrow(killed, rows.schema), tmp_path).getHistory()
     wanted = np.mean([row.height for row in frame.select("height").collect()])
     assert [entry["epoch"] for entry in history] == [0, 1, 2, 3]
     for entry in history:
@@ -177,28 +187,38 @@ def test_an_elastic_fit_outlives_a_worker_and_uses_each_row_once(frame: Any, tmp
 
 
 class Killer:
-    """A ``transformation_fn`` that kills the executor of its task once.
+    """A ``transformation_fn`` that kills the Python worker of its task, or what is above it, once.
 
     Args:
         flag: a file that it makes.
+        generations: how far above.
     """
 
-    def __init__(self, flag: Path) -> None:
-        self._flag = flag
+    def __init__(self, flag: Path, generations: int) -> None:
+        self._flag, self._generations = flag, generations
 
     def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
         assert TaskContext.get() is not None
         with contextlib.suppress(FileExistsError):
             self._flag.touch(exist_ok=False)
-            os.kill(parent_of(os.getppid()), signal.SIGKILL)
+            victim = os.getpid()
+            for _ in range(self._generations):
+                victim = parent_of(victim)
+            os.kill(victim, signal.SIGKILL)
         return arrays
 
 
-def test_each_row_has_one_prediction_although_an_executor_is_killed(frame: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "generations", [0, pytest.param(2, marks=pytest.mark.nightly)], ids=["worker", "executor"]
+)
+def test_each_row_has_one_prediction_although_a_process_is_killed(
+    frame: Any, tmp_path: Path, generations: int
+) -> None:
     model = torch.nn.Linear(4, 1)
     names = {"feature_columns": ["array"], "label_columns": ["height"]}
     known = {"labels": {"height": "double"}, "shapes": [[1]]}  # else this process would predict a row, too
-    fitted = TorchModel(model=model, **names, transformation_fn=Killer(tmp_path / "flag"), _metadata=known)
+    killer = Killer(tmp_path / "flag", generations)
+    fitted = TorchModel(model=model, **names, transformation_fn=killer, _metadata=known)
     rows = fitted.transform(frame).select("array", "height__output").collect()
     assert (tmp_path / "flag").exists()
     wanted = {tuple(row.array) for row in frame.select("array").collect()}
@@ -228,6 +248,7 @@ class Waiting:
         return arrays
 
 
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_fits_at_once_use_their_own_rows_and_need_different_run_ids(
     frame: Any, store: Any, tmp_path: Path
 ) -> None:
@@ -298,11 +319,13 @@ def test_a_cancelled_job_group_ends_the_fit_and_its_ranks(
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_killed_rank_is_one_error_and_the_next_fit_resumes(store: Any, tmp_path: Path) -> None:
     check_killed_and_resumed(regression, lambda model: values_of(model.getModel()), store, tmp_path)
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_an_interrupted_fit_resumes_and_refuses_other_data(frame: Any, store: Any, tmp_path: Path) -> None:
     flag = tmp_path / "broken"
 
@@ -326,6 +349,7 @@ def test_an_interrupted_fit_resumes_and_refuses_other_data(frame: Any, store: An
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_columns_of_several_types_labels_and_weights_are_used(frame: Any, store: Any) -> None:
     class Two(torch.nn.Module):
         def __init__(self) -> None:
@@ -365,6 +389,7 @@ def test_columns_of_several_types_labels_and_weights_are_used(frame: Any, store:
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_images_are_decoded_by_the_transformation(session: Any, store: Any) -> None:
     def decode(arrays: dict[str, Any]) -> dict[str, Any]:
         pixels = [np.frombuffer(data, np.uint8) for data in arrays["image"]]
@@ -383,6 +408,7 @@ def test_images_are_decoded_by_the_transformation(session: Any, store: Any) -> N
         regression(**given).fit(frame)
 
 
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_pipeline_is_fitted_saved_and_loaded(frame: Any, store: Any, tmp_path: Path) -> None:
     assembler = VectorAssembler(inputCols=["a", "b", "c", "d"], outputCol="assembled")
     given = {"store": store, "backend": polyhvd.spark.LocalBackend(1), "feature_cols": ["assembled"]}
@@ -412,6 +438,7 @@ def test_cross_validation_finds_the_better_number_of_epochs(frame: Any, store: A
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_step_of_ones_own_and_a_constructed_loss_are_called(frame: Any, store: Any) -> None:
     def step(*arguments: Any) -> Any:
         model, optimizer, transform_outputs, loss_fn, inputs, labels, weights = arguments
@@ -503,6 +530,7 @@ USUAL = ("nulls", "strings", "one row", "another model", "a metric that raises",
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in USUAL else pytest.mark.nightly) for case in BAD]
 )
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_bad_input_is_one_error_and_leaves_nothing(case: str, frame: Any, store: Any, tmp_path: Path) -> None:
     values, change, kind, text = BAD[case]
     with pytest.raises(kind, match=text):
@@ -540,6 +568,7 @@ def test_a_store_that_cannot_be_written_is_an_error(frame: Any, locked: Path) ->
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_checkpoints_that_cannot_be_written_are_an_error(frame: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("no folder")
     store = polyhvd.spark.Store.create(str(tmp_path / "store"), runs_path=str(tmp_path / "runs"))
@@ -557,6 +586,7 @@ class Large(torch.nn.Linear):
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_disk_that_fills_up_keeps_the_last_checkpoint(store: Any, full: Path, tmp_path: Path) -> None:
     write_points(store)
     (full / "filling").unlink()
@@ -577,6 +607,7 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint(store: Any, full: Path, 
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_nulls_and_taken_names_are_errors_of_transform(frame: Any, store: Any) -> None:
     fitted = regression(store=store).fit(frame)
     holes = frame.withColumn("vector", functions.when(frame.a > 0, frame.vector))
