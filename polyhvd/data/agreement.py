@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,25 @@ _made: Counter[str] = Counter()
 _begun: weakref.WeakKeyDictionary[World, Counter[str]] = weakref.WeakKeyDictionary()
 
 
+@dataclass(eq=False)
+class _Sent:
+    """A checksum that the other ranks may not have sent yet.
+
+    Args:
+        label: of the loader.
+        handle: of the exchange.
+        at: when it was sent, by ``time.monotonic()``.
+    """
+
+    label: str
+    handle: Any
+    at: float
+
+
+#: Those of which no other rank's absence was reported.
+_sent: weakref.WeakKeyDictionary[World, list[_Sent]] = weakref.WeakKeyDictionary()
+
+
 class Agreement:
     """Raises an error on every rank if loaders that are the same line of a program read different data.
 
@@ -84,7 +104,6 @@ class Agreement:
         self._world: weakref.ref[World] | None = None
         self._name = ""
         self._handle: Any = None
-        self._begun_at = 0.0  # when the checksum was sent, by time.monotonic(); 0: it was reported since
         self._text = b""  # compressed, what the checksum is of, until it is compared: positions move
         #: Once it is known that ranks differ: their descriptions on the way, and the ranks by what they have.
         self._difference: tuple[Any, dict[int, int], list[list[int]]] | None = None
@@ -103,15 +122,15 @@ class Agreement:
         if world is None or world.placement.size == 1 or world.engine.behind or world.has_joined:
             return
         try:
+            _report_absent(world)
             if self._world is None or self._world() is not world:
                 self._begin(world)
             elif self._difference is not None:
                 self._report(world, _WAIT_S, is_last=True)
             elif self._handle is not None and self._handle.done():
                 handle, self._handle = self._handle, None
+                _sent[world] = [sent for sent in _sent.get(world, ()) if sent.handle is not handle]
                 self._compare(world, world.numpy.synchronize(handle))
-            elif self._handle is not None:
-                self._report_absent(world)
         except HorovodInternalError:
             self._handle = None  # the program's next collective fails, too
 
@@ -129,22 +148,7 @@ class Agreement:
         digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)[None]
         row = np.concatenate([numbers, digest], axis=1)
         self._handle = world.numpy.allgather_async(row, name=self._name)
-        self._begun_at = time.monotonic()
-
-    def _report_absent(self, world: World) -> None:
-        """Warn once if the other ranks have not begun to load, in the time in which a stall is reported."""
-        settings = world.settings
-        waited_s = time.monotonic() - self._begun_at
-        if self._begun_at and not settings.stall_check_disable and waited_s >= settings.stall_warn_s:
-            self._begun_at = 0.0
-            _LOG.warning(
-                "%s: rank %d of %d has been loading for %.0f s, and other ranks have not begun: it gets "
-                "only its part of the rows. If other ranks do not load them, pass placement=lambda: (0, 1)",
-                self.label,
-                world.placement.rank,
-                world.placement.size,
-                waited_s,
-            )
+        _sent.setdefault(world, []).append(_Sent(self.label, self._handle, time.monotonic()))
 
     def _compare(self, world: World, rows: Any) -> None:
         digests: dict[bytes, list[int]] = defaultdict(list)
@@ -190,6 +194,27 @@ class Agreement:
                 _LOG.warning("%s. Until then some rows are read twice, and others not at all", text)
             return
         raise DataError(text)
+
+
+def _report_absent(world: World) -> None:
+    """Warn once of each loader that the other ranks have not begun to load, in the time in which a stall is
+    reported. Loaders whose loops have ended are reported when another one loads a batch."""
+    settings = world.settings
+    for sent in list(_sent.get(world, ())):
+        waited_s = time.monotonic() - sent.at
+        if settings.stall_check_disable or waited_s < settings.stall_warn_s:
+            continue
+        _sent[world].remove(sent)
+        if sent.handle.done():
+            continue
+        _LOG.warning(
+            "%s: rank %d of %d began to load %.0f s ago, and other ranks have not begun: it gets only its "
+            "part of the rows. If other ranks do not load them, pass placement=lambda: (0, 1)",
+            sent.label,
+            world.placement.rank,
+            world.placement.size,
+            waited_s,
+        )
 
 
 def _unpacked(everything: Any, lengths: Mapping[int, int]) -> dict[int, Description]:

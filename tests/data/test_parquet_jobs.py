@@ -270,7 +270,7 @@ def test_rank_that_validates_without_the_others_is_no_stall(
     assert "polyhvd-metrics" not in ended.stderr
     warnings = [line for line in ended.stderr.splitlines() if "other ranks have not begun" in line]
     assert len(warnings) == 2  # of each loader
-    assert all("ParquetLoader(job.py:12): rank 0 of 3 has been loading for " in line for line in warnings)
+    assert all("ParquetLoader(job.py:12): rank 0 of 3 began to load " in line for line in warnings)
 
 
 LEAVING = """

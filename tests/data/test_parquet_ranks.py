@@ -224,6 +224,23 @@ def test_loader_that_only_one_rank_iterates_over_does_not_wait(tmp_path: Path) -
     assert hvd.counters()["pending"] - before["pending"] == (3 if hvd.rank() == 0 else 0)
 
 
+def test_loader_of_one_rank_is_reported_after_its_loop_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of_rank(tmp_path / str(hvd.rank()), 3)
+    if hvd.rank() == 0:
+        for _ in ParquetLoader(folder, batch_size=2):
+            pass
+    iterate(ParquetLoader(folder, batch_size=2))
+    assert caplog.records == []
+    now = time.monotonic
+    monkeypatch.setattr("polyhvd.data.agreement.time.monotonic", lambda: now() + 1000)
+    iterate(ParquetLoader(folder, batch_size=2))
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == (1 if hvd.rank() == 0 else 0)
+    assert all("other ranks have not begun: it gets only its part of the rows" in text for text in found)
+
+
 def test_loaders_of_one_line_are_compared_in_the_order_of_their_loops(tmp_path: Path) -> None:
     loaders = [
         ParquetLoader(folder_of_rank(tmp_path / f"{hvd.rank()}.{n}", n), batch_size=1) for n in (1, 2, 3)
