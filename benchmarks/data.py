@@ -30,7 +30,13 @@ _FIRST_S, _EPOCH_S, _COST_S = 300.0, 120.0, 600.0
 _ROUNDS = 7
 PEERS = ROOT / "build" / "peers"
 #: The environment of ``tools/bench_peers.py`` that has a reader; others are in this one.
-ENVIRONMENTS = {"datasets": "data", "streaming": "streaming", "litdata": "data", "petastorm": "petastorm"}
+ENVIRONMENTS = {
+    "datasets": "data",
+    "streaming": "streaming",
+    "litdata": "data",
+    "petastorm": "petastorm",
+    "ray data": "ray",
+}
 
 
 def write(folder: Path, *, rows: int = ROWS, images: int = IMAGES) -> None:

@@ -270,6 +270,28 @@ def petastorm(folder: Path, rank: int, size: int) -> Callable[[int], Epoch]:
     return epoch
 
 
+def ray_data(folder: Path, rank: int, size: int) -> Callable[[int], Epoch]:
+    """Ray Data's ``iter_batches`` with a shuffle buffer, in a cluster of this process."""
+    import ray
+
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    files = sorted(map(str, (folder / "rows").resolve().glob("*.parquet")))[rank::size]
+    rows = ray.data.read_parquet(files)
+
+    def epoch(number: int) -> Epoch:
+        batches = rows.iter_batches(
+            batch_size=BATCH,
+            batch_format="numpy",
+            local_shuffle_buffer_size=BUFFER,
+            local_shuffle_seed=number,
+        )
+        for batch in batches:
+            _ = np.frombuffer(b"".join(batch["image"]), np.uint8).reshape(-1, BYTES)
+            yield len(batch["label"])
+
+    return epoch
+
+
 def image_floor(folder: Path, rank: int, size: int) -> Callable[[int], Epoch]:
     """Decoding in a loop, and stacking."""
     images = arrow_rows(folder, "images")["image"].to_pylist()[rank::size]
@@ -315,6 +337,7 @@ ROW_READERS: dict[str, Reader] = {
     "streaming": streaming,
     "litdata": litdata,
     "petastorm": petastorm,
+    "ray data": ray_data,
 }
 IMAGE_READERS: dict[str, Reader] = {
     "polyhvd ": polyhvd_images(0),

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.matrix import ROOT, run
 
 WORK = ROOT / "build" / "peers"
-RAY = "ray[train]==2.60.0"
+RAY = ("ray[data,train]==2.60.0", "aiohttp")  # Ray Data imports fsspec's HTTP file system
 HOROVOD = "horovod==0.28.1"
 HOROVOD_NEEDS = ("setuptools<81", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml", "cffi")
 LOADERS = ("datasets==5.2.0", "litdata==0.2.76", "numpy==1.26.4")
@@ -44,7 +44,7 @@ def environment(name: str) -> Path:
 
 def make_ray() -> None:
     """Ray Train, as it comes."""
-    run(environment("ray"), "-m", "pip", "install", "-q", "--no-compile", RAY)
+    run(environment("ray"), "-m", "pip", "install", "-q", "--no-compile", *RAY)
 
 
 def make_horovod() -> None:
