@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -106,6 +108,16 @@ def test_a_wheel_fits_a_platform_with_the_same_c_library_or_a_newer_one(
 ) -> None:
     found = {"overall_tag": tag, "external_libs": libraries}
     assert wheels.fits(found, wheels.PLATFORMS[0]) is fits
+
+
+@pytest.mark.parametrize("names", [b"libc.so.6", b"libc.so.6 libgcc_s.so.1"])
+def test_a_wheel_whose_unwinder_cannot_unwind_exceptions_of_mxnet_is_refused(
+    wheels: ModuleType, tmp_path: Path, names: bytes
+) -> None:
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
+        archive.writestr("polyhvd/mxnet/_native.so", names)
+    with contextlib.nullcontext() if b"gcc" in names else pytest.raises(SystemExit, match="unwinder"):
+        wheels.check_unwinder(tmp_path / "a.whl")
 
 
 CHANGES = """# Changelog

@@ -320,10 +320,21 @@ def check(path: Path, wheel: Wheel) -> None:
             f"wheels: {path.name} runs only on {found['overall_tag']} and newer. It needs these libraries "
             f"and versions of symbols: {found['external_libs']}, {found['versioned_symbols']}"
         )
+    check_unwinder(path)
     _run("check_wheel_contents", path)
     _run("twine", "check", "--strict", path)
     if wheel.platform.machine == os.uname().machine:
         check_import(path, wheel)
+
+
+def check_unwinder(path: Path) -> None:
+    """Raise SystemExit if exceptions of MXNet would crash in our library; see unwinding.cc there."""
+    with zipfile.ZipFile(path) as archive:
+        if b"libgcc_s.so.1" not in archive.read("polyhvd/mxnet/_native.so"):
+            raise SystemExit(
+                f"wheels: polyhvd/mxnet/_native.so in {path.name} does not call the unwinder of libgcc_s, so "
+                "exceptions of MXNet would end the process; link frameworks/mxnet/unwinding.cc"
+            )
 
 
 def check_import(path: Path, wheel: Wheel) -> None:

@@ -344,6 +344,16 @@ void settle() {
   }
 }
 
+// As a std::runtime_error of MXNet's C++ library: a wheel has another one inside, which MXNet's
+// code would not catch.
+[[noreturn]] void throw_to_mxnet(const char* text) {
+  constexpr char kThrow[] = "_ZSt21__throw_runtime_errorPKc";
+  if (const auto raise = reinterpret_cast<void (*)(const char*)>(dlsym(g_library, kThrow))) {
+    raise(text);
+  }
+  throw std::runtime_error(text);
+}
+
 // For all waits of MXNet's own code: an error goes out as it does to Python, after all that
 // depends on it has been skipped. To one reader: the others that wait for it are notified, too.
 void wait_for_variable(void* engine, void* variable) {
@@ -362,7 +372,7 @@ void wait_for_variable(void* engine, void* variable) {
   settle();
   WaitsGuard::original(engine, variable);
   const auto [code, text] = g_failures.last();
-  if (code != 0) throw std::runtime_error(text);
+  if (code != 0) throw_to_mxnet(text.c_str());
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import polyhvd
 from polyhvd.collectives.table import generator
 from polyhvd.testing.stand_ins import is_installed
 
@@ -22,7 +23,7 @@ def installed_with_a_copy(original: str, folder: Path) -> None:
     """Make a folder the package as it is installed, with a copy of one framework beside it."""
     package = folder / "polyhvd"
     package.mkdir()
-    for path in [*(ROOT / "polyhvd").iterdir(), *(ROOT / "frameworks").glob("*/")]:
+    for path in [*Path(polyhvd.__file__).parent.iterdir(), *(ROOT / "frameworks").glob("*/")]:
         if path.name != "__pycache__" and not (package / path.name).exists():
             (package / path.name).symlink_to(path)
     made = shutil.ignore_patterns("__pycache__", "verbs.py")
