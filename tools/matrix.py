@@ -127,10 +127,10 @@ ENVIRONMENTS = (
         nightly=True,
     ),
     Environment(
-        "ray-mxnet",  # which needs NumPy 1: without Ray's extras, whose pandas needs NumPy 2
-        ("numpy==1.26.4", "ray==2.60.0", "mxnet==1.9.1"),
+        "ray-mxnet",  # which needs NumPy 1, and the newest of pandas and PyArrow need NumPy 2
+        ("numpy==1.26.4", "ray[train]==2.60.0", "pandas<3", "pyarrow<18", "mxnet==1.9.1"),
         (),
-        extra_tests=("tests/ray/test_ray_elastic.py",),
+        extra_tests=("tests/ray/test_ray_elastic.py", "tests/ray/test_ray_train.py"),
         also=("-k", "mxnet"),
         nightly=True,
     ),

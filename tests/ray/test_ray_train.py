@@ -20,6 +20,7 @@ from ray import tune
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.tune.integration.ray_train import TuneReportCallback
 
+from polyhvd.installed import is_installed
 from polyhvd.ray.train import PolyhvdTrainer
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -117,39 +118,137 @@ PACKAGES = os.environ.get("SUITE_PACKAGES", "")
 
 
 def fit(config: dict[str, Any]) -> None:
-    """Fit a linear model with Keras on TensorFlow; report its error from NumPy's solution."""
+    """Fit a linear model in a framework; report its error from NumPy's solution."""
     sys.path.append(PACKAGES)
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    import keras
-    import polyhvd.keras as hvd_keras
-
-    hvd_keras.init()
-    rank, size = hvd_keras.rank(), hvd_keras.size()
-    keras.utils.set_random_seed(rank)  # other weights on each rank, until they are broadcast
+    hvd.init()
     x = np.random.default_rng(1).normal(size=(32, 4)).astype(np.float32)
     y = x.sum(axis=1, keepdims=True)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])
-    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(config["rate"])), "mse")
-    (expected,) = hvd_keras.broadcast_object([np.array(value) for value in model.get_weights()], root_rank=0)
+    expected, found = FITS[config["framework"]](x, y, config["rate"])
     for _ in range(3):
-        expected -= config["rate"] * 2 / 32 * x.T @ (x @ expected - y)
-    broadcast = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(x[rank::size], y[rank::size], batch_size=32, epochs=3, verbose=0, callbacks=[broadcast])
-    error = float(np.abs(model.get_weights()[0] - expected).max())
-    saved = Path(config["folder"]) / f"saved-{rank}"
+        expected = expected - config["rate"] * 2 / 32 * x.T @ (x @ expected - y)
+    saved = Path(config["folder"]) / f"saved-{hvd.rank()}"
     saved.mkdir()
-    errors = hvd_keras.allgather_object(error)
-    ray.train.report({"errors": errors}, checkpoint=Checkpoint(str(saved)) if rank == 0 else None)
+    errors = hvd.allgather_object(float(np.abs(found - expected).max()))
+    ray.train.report({"errors": errors}, checkpoint=Checkpoint(str(saved)) if hvd.rank() == 0 else None)
+
+
+def fit_keras(x: Any, y: Any, rate: float) -> tuple[Any, Any]:
+    """Return the weights before three steps on the rows of all ranks, and after them."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import keras
+    import polyhvd.keras as hvd
+
+    rank, size = hvd.rank(), hvd.size()
+    keras.utils.set_random_seed(rank)  # other weights on each rank, until they are broadcast
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(rate)), "mse")
+    (first,) = hvd.broadcast_object([np.array(value) for value in model.get_weights()], root_rank=0)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x[rank::size], y[rank::size], batch_size=32, epochs=3, verbose=0, callbacks=[broadcast])
+    return first, model.get_weights()[0]
+
+
+def fit_tensorflow(x: Any, y: Any, rate: float) -> tuple[Any, Any]:
+    """Do the same with a gradient tape."""
+    import polyhvd.tensorflow as hvd
+    import tensorflow as tf
+
+    rank, size = hvd.rank(), hvd.size()
+    weights = tf.Variable(tf.random.stateless_normal((4, 1), (rank, 0)))
+    hvd.broadcast_variables([weights], root_rank=0)
+    first = weights.numpy().copy()
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.constant(x[rank::size]) @ weights - y[rank::size]) ** 2)
+        weights.assign_sub(rate * hvd.DistributedGradientTape(tape).gradient(loss, [weights])[0])
+    return first, weights.numpy()
+
+
+def fit_torch(x: Any, y: Any, rate: float) -> tuple[Any, Any]:
+    """Do the same with PyTorch."""
+    import polyhvd.torch as hvd
+    import torch
+
+    rank, size = hvd.rank(), hvd.size()
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(4, 1, bias=False)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    first = model.weight.detach().numpy().T.copy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        rows = torch.from_numpy(x[rank::size])
+        torch.nn.functional.mse_loss(model(rows), torch.from_numpy(y[rank::size])).backward()
+        optimizer.step()
+    return first, model.weight.detach().numpy().T
+
+
+def fit_lightning(x: Any, y: Any, rate: float) -> tuple[Any, Any]:
+    """Do the same with Lightning's Trainer, which shares the rows out."""
+    import lightning
+    import polyhvd.lightning as hvd
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 1, bias=False)
+
+        def training_step(self, batch: Any) -> Any:
+            return torch.nn.functional.mse_loss(self.linear(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=rate)
+
+    torch.manual_seed(hvd.rank())
+    module = Module()
+    first = hvd.broadcast_object(module.linear.weight.detach().numpy().T.copy(), root_rank=0)
+    trainer = lightning.Trainer(strategy="polyhvd", accelerator="cpu", max_epochs=3, barebones=True)
+    trainer.fit(module, DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=16))
+    return first, module.linear.weight.detach().numpy().T
+
+
+def fit_gluon(x: Any, y: Any, rate: float) -> tuple[Any, Any]:
+    """Do the same with Gluon."""
+    import polyhvd.mxnet as hvd
+    from mxnet import autograd, gluon, nd
+
+    rank, size = hvd.rank(), hvd.size()
+    block = gluon.nn.Dense(1, use_bias=False, in_units=4)
+    block.initialize()
+    block.weight.set_data(nd.full((1, 4), rank + 1))
+    hvd.broadcast_parameters(block.collect_params(), root_rank=0)
+    first = block.weight.data().asnumpy().T
+    trainer = hvd.DistributedTrainer(block.collect_params(), "sgd", {"learning_rate": rate})
+    for _ in range(3):
+        with autograd.record():
+            loss = ((block(nd.array(x[rank::size])) - nd.array(y[rank::size])) ** 2).mean()
+        loss.backward()
+        trainer.step(1)
+    return first, block.weight.data().asnumpy().T
+
+
+FITS = {
+    "keras": fit_keras,
+    "tensorflow": fit_tensorflow,
+    "torch": fit_torch,
+    "lightning": fit_lightning,
+    "mxnet": fit_gluon,
+}
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(
-    not Path(PACKAGES, "tensorflow").is_dir(), reason="SUITE_PACKAGES names no folder with TensorFlow"
-)
-def test_ranks_of_keras_train_what_numpy_does_on_all_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("framework", FITS)
+def test_a_loop_of_a_framework_trains_what_numpy_does_on_all_rows(framework: str, tmp_path: Path) -> None:
+    if framework == "mxnet" and not is_installed("mxnet"):
+        pytest.skip("MXNet is not installed; make nightly's ray-mxnet has it")
+    if framework != "mxnet" and not Path(PACKAGES, framework).is_dir():
+        pytest.skip(f"SUITE_PACKAGES names no folder with {framework}")
     result = PolyhvdTrainer(
         fit,
-        train_loop_config={"rate": 0.1, "folder": str(tmp_path)},
+        train_loop_config={"rate": 0.1, "folder": str(tmp_path), "framework": framework},
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(storage_path=str(tmp_path / "results")),
     ).fit()
