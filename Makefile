@@ -313,6 +313,7 @@ false-alarms: $(STAMPS)/test
 ##@ nightly  all that make test, make slow and make matrix leave out: repeats, every number of ranks, long soaks
 .PHONY: nightly
 nightly: $(STAMPS)/test core units stand-ins
+	$(PY) tools/bench_peers.py ray
 	TEST_RANKS=all TEST_DEPTH=nightly $(PY) tools/suite.py $(TESTS)
 	$(MAKE) -s parity CASES=resnet18
 	$(MAKE) -s faults FAULT_CASES=300
