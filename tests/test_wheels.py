@@ -110,6 +110,14 @@ def test_a_wheel_fits_a_platform_with_the_same_c_library_or_a_newer_one(
     assert wheels.fits(found, wheels.PLATFORMS[0]) is fits
 
 
+def test_no_object_of_a_framework_is_taken_for_one_of_our_cpp_library() -> None:
+    """A wheel has libc++ inside, and frameworks are built with libstdc++."""
+    sources = [path for ending in ("cc", "h") for path in (ROOT / "frameworks").rglob(f"*.{ending}")]
+    assert len(sources) > 10
+    for path in sources:
+        assert not re.search(r"reinterpret_cast<[^;]*\bstd::(?!u?int)", path.read_text()), path
+
+
 @pytest.mark.parametrize("names", [b"libc.so.6", b"libc.so.6 libgcc_s.so.1"])
 def test_a_wheel_whose_unwinder_cannot_unwind_exceptions_of_mxnet_is_refused(
     wheels: ModuleType, tmp_path: Path, names: bytes

@@ -4,13 +4,13 @@
 #include <atomic>
 #include <bit>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "block_pool.h"
@@ -187,21 +187,31 @@ class Done {
   explicit Done(TF_AsyncOpKernelDoneCallback* callback) {
     if (tf.done_is_owned) {
       callback_ = callback;
-    } else {
-      copy_ = *reinterpret_cast<std::function<void()>*>(callback);
+      return;
     }
+    const auto& original = *reinterpret_cast<const Callback*>(callback);
+    original.manage(copy_.stored, original.stored, Callback::kClone);
+    copy_.manage = original.manage;
+    copy_.invoke = original.invoke;
+  }
+  Done(Done&& other) noexcept
+      : callback_(std::exchange(other.callback_, nullptr)), copy_(std::exchange(other.copy_, {})) {}
+  Done(const Done&) = delete;
+  Done& operator=(const Done&) = delete;
+  ~Done() {
+    if (copy_.manage != nullptr) copy_.manage(copy_.stored, copy_.stored, Callback::kDestroy);
   }
   void run() {
     if (callback_ != nullptr) {
       tf.TF_RunAsyncOpKernelDoneCallback(callback_);
     } else {
-      copy_();
+      copy_.invoke(copy_.stored);
     }
   }
 
  private:
   TF_AsyncOpKernelDoneCallback* callback_ = nullptr;
-  std::function<void()> copy_;
+  Callback copy_{};
 };
 
 struct DeleteTensor {

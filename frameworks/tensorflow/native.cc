@@ -3,9 +3,6 @@
 // engine. Links to nothing, holds no semantics of collectives.
 #include <dlfcn.h>
 
-#include <functional>
-#include <memory>
-
 #include "kernels.h"
 #include "tf_c_api.h"
 
@@ -33,13 +30,16 @@ const char* g_problem = nullptr;  // written only by the constructor
 
 // Hands TensorFlow a callback on the heap and looks whether it was run, and deleted.
 bool probe_done_callback() {
-  auto sentinel = std::make_shared<int>(0);
-  const std::weak_ptr<int> alive = sentinel;
-  bool ran = false;
-  auto* callback = new std::function<void()>([sentinel, &ran] { ran = true; });
-  sentinel.reset();
+  static bool ran = false;
+  static int copies = 1;
+  const auto manage = [](void** to, void* const* from, int operation) {
+    if (operation == Callback::kClone) to[0] = from[0];
+    copies += operation == Callback::kClone ? 1 : operation == Callback::kDestroy ? -1 : 0;
+    return false;
+  };
+  auto* callback = new Callback{{}, manage, [](void* const*) { ran = true; }};
   tf.TF_RunAsyncOpKernelDoneCallback(reinterpret_cast<TF_AsyncOpKernelDoneCallback*>(callback));
-  tf.done_is_owned = alive.expired();
+  tf.done_is_owned = copies == 0;
   if (!tf.done_is_owned) delete callback;
   return ran;
 }

@@ -114,6 +114,16 @@ using Deallocate = void (*)(void* data, size_t bytes, void* argument);
   X(void, TF_DeleteTensor, (TF_Tensor*))                                                          \
   X(TF_Tensor*, TF_NewTensor, (int, const int64_t*, int, void*, size_t, Deallocate, void*))
 
+// What TensorFlow passes as a TF_AsyncOpKernelDoneCallback: a std::function<void()> of libstdc++,
+// with which it is built. A wheel has libc++ inside, whose functions are laid out differently.
+struct Callback {
+  static constexpr int kClone = 2, kDestroy = 3;
+
+  void* stored[2];
+  bool (*manage)(void** to, void* const* from, int operation);
+  void (*invoke)(void* const* stored);
+};
+
 // The functions, and what the probe found out about the one contract that varies.
 struct TfApi {
 #define X(ret, name, parameters) ret(*name) parameters = nullptr;
