@@ -33,6 +33,8 @@ __all__ = ["ElasticJob", "Workers"]
 
 #: In which Ray makes the resources of an actor that has ended available.
 _FREED_S = 3.0
+#: Actors in a row that have ended before they could be called: another one would end, too.
+_UNSTARTED_MAX = 4
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class ElasticJob(FunctionJob):
         self._numbers: dict[str, int] = {}  # of hosts, as the driver has them
         self._logged: deque[bytes] = deque()  # by the server's thread; needs no lock
         self._is_short = False  # of resources, since the last actor was started
+        self._unstarted = 0  # actors that have ended before they could be called, since then
         #: Finds the hosts with their slots now; None: the user's discovery does, at its own times.
         self.find_hosts: Callable[[], Mapping[str, int]] | None = None
 
@@ -225,6 +228,7 @@ class ElasticJob(FunctionJob):
             if error is None and member in self._processes:
                 self._processes[member].start_by = float("inf")
                 self._is_short = False
+                self._unstarted = 0
                 try:
                     check_versions({"its actor": (self.places[member], future.result())})
                 except RuntimeError as other:
@@ -235,7 +239,10 @@ class ElasticJob(FunctionJob):
             text = f"its result cannot be loaded in the driver: {error}"
             self._end(driver, member, 1, failure=Failure(text))
         elif error is not None:
+            if member in self._processes and self._processes[member].start_by < float("inf"):
+                self._unstarted += 1
             is_unstartable = getattr(error, "actor_init_failed", False)  # would recur
+            is_unstartable = is_unstartable or self._unstarted >= _UNSTARTED_MAX
             what = "was not started" if is_unstartable else "is lost"
             self._end(driver, member, 1, reason=f"{what}: {_in_a_line(error)}")
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -517,3 +518,13 @@ def test_a_node_with_other_versions_or_without_polyhvd_is_an_error(
     assert elastic.startswith("RuntimeError process 0 on ")
     assert "was not started: " in elastic
     assert reason in elastic
+
+
+@pytest.mark.nightly
+def test_actors_that_die_before_their_first_call_end_an_elastic_job(cluster: str, tmp_path: Path) -> None:
+    (tmp_path / "polyhvd").mkdir()
+    (tmp_path / "polyhvd" / "__init__.py").write_text("import os\nos._exit(1)")
+    words = [sys.executable, "-c", ELSEWHERE, cluster, str(tmp_path)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=4 * BUSY_S)
+    assert re.search("^ActorDiedError ", done.stdout, re.MULTILINE)  # Ray prints other lines
+    assert re.search("^RuntimeError process .* was not started: ", done.stdout, re.MULTILINE), done.stdout
