@@ -132,6 +132,7 @@ def reference(folder: str, epochs: int) -> list[Any]:
     return weights
 
 
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store: Any) -> None:
     write_points(store)
     wanted = polyhvd.run(reference, (store.get_train_data_path(), 3), num_proc=2)
@@ -160,6 +161,7 @@ def test_an_elastic_fit_outlives_a_worker_and_uses_each_row_once(frame: Any, tmp
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_a_killed_rank_is_one_error_and_the_next_fit_resumes(store: Any, tmp_path: Path) -> None:
     check_killed_and_resumed(regression, weights_of, store, tmp_path)
 
@@ -174,6 +176,7 @@ class Two(gluon.nn.HybridBlock):
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_several_columns_passes_weights_and_metrics_are_used(frame: Any, store: Any) -> None:
     estimator = regression(
         store=store,
@@ -218,6 +221,7 @@ LONG = ("another model", "two labels", "nulls")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.nightly if case in LONG else []) for case in BAD]
 )
+@pytest.mark.usefixtures("ranks_in_forks")
 def test_bad_input_is_one_error_and_leaves_nothing(case: str, frame: Any, store: Any, tmp_path: Path) -> None:
     values, text = BAD[case]
     changed = frame.withColumn("holes", functions.when(frame.a > 0, frame.a)).withColumn(
