@@ -17,12 +17,13 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import costs
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Folders of the first process, whose output is shown while it runs, and of the second.
+#: Folders and files of the first process, whose output is shown while it runs, and of the second.
 FIRST = (
     "tests/parity",
     *sorted(
@@ -31,8 +32,10 @@ FIRST = (
         if (name := path.name.partition("_")[0]) and (ROOT / "frameworks" / name).is_dir()
     ),
     "tests/examples",
+    "tests/launch/test_kubernetes.py",
+    "tests/rendezvous",
 )
-SECOND = ("tests/launch", "tests/elastic", "tests/rendezvous")
+SECOND = ("tests/launch", "tests/elastic")
 #: Tests of tf_keras, which has an environment of the matrix, and of the sources, which make check has.
 ELSEWHERE = (
     "tests/tensorflow/test_tensorflow_keras2.py",
@@ -73,8 +76,8 @@ def end_of(output: str) -> str:
 
 
 def end_together(process: subprocess.Popen[str], others: list[subprocess.Popen[str]]) -> None:
-    """With -x, interrupt the other processes when this one has failed."""
-    if process.wait() not in (0, _NOTHING_COLLECTED) and "-x" in sys.argv:
+    """With -x, interrupt the other processes when this one has failed, but not when it was interrupted."""
+    if process.wait() not in (0, _NOTHING_COLLECTED, _INTERRUPTED) and "-x" in sys.argv:
         for other in others:
             with contextlib.suppress(ProcessLookupError):
                 other.send_signal(signal.SIGINT)
@@ -89,15 +92,19 @@ def start_logged(name: str, arguments: list[str]) -> tuple[subprocess.Popen[str]
         return start(name, [*arguments, "-o", cache], stdout=file, stderr=subprocess.STDOUT), log
 
 
+def _without(paths: Sequence[str]) -> list[str]:
+    return [f"--ignore={path}" for path in paths]
+
+
 def main() -> None:
     """Run all, print the others' outputs when the first has ended, and add up counts and costs."""
     began = time.monotonic()
     shutil.rmtree(costs.FOLDER, ignore_errors=True)
     costs.FOLDER.mkdir(parents=True)
-    common = [*sys.argv[1:], *(f"--ignore={name}" for name in ELSEWHERE)]
+    common = [*sys.argv[1:], *_without(ELSEWHERE)]
     logged = [
-        start_logged("second", [*common, *SECOND]),
-        start_logged("others", [*common, *(f"--ignore={folder}" for folder in (*FIRST, *SECOND))]),
+        start_logged("second", [*common, *_without(FIRST), *SECOND]),
+        start_logged("others", [*common, *_without(FIRST), *_without(SECOND)]),
     ]
     first = start("first", [*common, *FIRST], stdout=subprocess.PIPE)
     processes = [first, *(process for process, _ in logged)]

@@ -53,7 +53,11 @@ def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         path.write_text("def test_it():\n    pass\n\n\ndef test_more():\n    pass\n")
     suite = load(monkeypatch)
     for name in (*suite.FIRST, *suite.SECOND):
-        (folder / name).mkdir(exist_ok=True)
+        path = folder / name
+        if path.suffix:
+            path.touch()
+        else:
+            path.mkdir(exist_ok=True)
     for name in ("frameworks/torch", "tools"):
         (folder / name).mkdir(parents=True)
     (folder / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
