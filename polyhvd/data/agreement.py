@@ -32,6 +32,8 @@ _PREFIX = "polyhvd.data/"
 _FIRST_WAIT_S = 5.0
 #: How long it waits with the next batch.
 _WAIT_S = 10.0
+#: For a checksum of another rank that may be on the way when the first epoch ends: nothing may follow it.
+_END_WAIT_S = 0.5
 _POLL_S = 0.005
 _CALLERS = 4  # of a loader, by which the ranks recognise it
 _OWN = (str(Path(__file__).parents[1]) + os.sep, str(Path(__file__).parents[2] / "frameworks") + os.sep)
@@ -104,6 +106,7 @@ class Agreement:
         self._world: weakref.ref[World] | None = None
         self._name = ""
         self._handle: Any = None
+        self._has_waited = False  # in this world, at the end of an epoch
         self._text = b""  # compressed, what the checksum is of, until it is compared: positions move
         #: Once it is known that ranks differ: their descriptions on the way, and the ranks by what they have.
         self._difference: tuple[Any, dict[int, int], list[list[int]]] | None = None
@@ -112,8 +115,11 @@ class Agreement:
         """Of a copy, which compares by itself."""
         return {**self.__dict__, "_world": None, "_handle": None, "_text": b"", "_difference": None}
 
-    def check(self) -> None:
+    def check(self, *, at_end: bool = False) -> None:
         """Send the checksum if that was not done in this world, and compare those of all that are there.
+
+        Args:
+            at_end: an epoch has ended. After the first one, this waits a moment for the others' checksums.
 
         Raises:
             DataError: the ranks read different data. It names the first difference.
@@ -127,19 +133,27 @@ class Agreement:
                 self._begin(world)
             elif self._difference is not None:
                 self._report(world, _WAIT_S, is_last=True)
-            elif self._handle is not None and self._handle.done():
+            elif self._handle is not None and self._has_all(at_end):
                 handle, self._handle = self._handle, None
                 _sent[world] = [sent for sent in _sent.get(world, ()) if sent.handle is not handle]
                 self._compare(world, world.numpy.synchronize(handle))
         except HorovodInternalError:
             self._handle = None  # the program's next collective fails, too
 
+    def _has_all(self, at_end: bool) -> bool:
+        if at_end and not self._has_waited:
+            self._has_waited = True
+            deadline = time.monotonic() + _END_WAIT_S
+            while not self._handle.done() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        return bool(self._handle.done())
+
     def _begin(self, world: World) -> None:
         with _lock:
             begun = _begun.setdefault(world, Counter())
             begun[self._key] += 1
             number = begun[self._key]
-        self._world, self._difference = weakref.ref(world), None
+        self._world, self._difference, self._has_waited = weakref.ref(world), None, False
         self._name = f"{_PREFIX}{self.label}.{self._key}.{number}"
         items = [[heading, list(texts.items())] for heading, texts in self._describe().items()]
         text = json.dumps(items).encode()

@@ -100,7 +100,7 @@ class Loader(Position, ABC):
                 step = self._next(self._cursor, place)
                 if step is None:
                     self._report_no_step(place)
-                    self._require_agreement()
+                    self._require_agreement(at_end=True)
                     self._used = True
                     return
                 with waiting():
@@ -121,7 +121,7 @@ class Loader(Position, ABC):
         own = self._begin()
         try:
             yield from self._go_ahead(own, self._counted)
-            self._require_agreement()
+            self._require_agreement(at_end=True)
         finally:
             if self._iteration == own:
                 self._end()

@@ -116,10 +116,10 @@ class Position:
             "position": {name: str(value) for name, value in position.items()},
         }
 
-    def _require_agreement(self) -> None:
-        """Raise DataError if the ranks are found to read different data."""
+    def _require_agreement(self, *, at_end: bool = False) -> None:
+        """Raise DataError if the ranks are found to read different data; ``at_end``: of an epoch."""
         if self._agreement is not None:
-            self._agreement.check()
+            self._agreement.check(at_end=at_end)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, whose position moves on its own."""

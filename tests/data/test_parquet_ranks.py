@@ -177,6 +177,15 @@ def test_difference_is_found_at_the_end_of_an_epoch_of_one_step(tmp_path: Path) 
         iterate(loader)
 
 
+def test_difference_is_found_at_the_end_of_an_epoch_that_other_ranks_begin_later(tmp_path: Path) -> None:
+    folder = folder_of_rank(tmp_path / str(hvd.rank()), 1, rows=hvd.size())
+    loader = ParquetLoader(folder, batch_size=1, seed=min(hvd.rank(), 1))
+    time.sleep(0.1 * min(hvd.rank(), 1))  # rank 0 has read its batch then
+    with pytest.raises(DataError, match=r"argument 'seed': 0 on rank 0; 1 on rank"):
+        for _ in loader:
+            pass
+
+
 def test_files_in_another_order_are_an_error_on_every_rank(tmp_path: Path) -> None:
     folder = folder_of_rank(tmp_path / str(hvd.rank()), 3)
     loader = ParquetLoader(sorted(folder.iterdir(), reverse=hvd.rank() == 1), batch_size=2)
