@@ -75,7 +75,7 @@ class _Sent:
     at: float
 
 
-#: Those of which no other rank's absence was reported.
+#: Those of which no other rank's absence was reported. Under ``_lock``.
 _sent: weakref.WeakKeyDictionary[World, list[_Sent]] = weakref.WeakKeyDictionary()
 
 
@@ -135,7 +135,8 @@ class Agreement:
                 self._report(world, _WAIT_S, is_last=True)
             elif self._handle is not None and self._has_all(at_end):
                 handle, self._handle = self._handle, None
-                _sent[world] = [sent for sent in _sent.get(world, ()) if sent.handle is not handle]
+                with _lock:
+                    _sent[world] = [sent for sent in _sent.get(world, ()) if sent.handle is not handle]
                 self._compare(world, world.numpy.synchronize(handle))
         except HorovodInternalError:
             self._handle = None  # the program's next collective fails, too
@@ -162,7 +163,8 @@ class Agreement:
         digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)[None]
         row = np.concatenate([numbers, digest], axis=1)
         self._handle = world.numpy.allgather_async(row, name=self._name)
-        _sent.setdefault(world, []).append(_Sent(self.label, self._handle, time.monotonic()))
+        with _lock:
+            _sent.setdefault(world, []).append(_Sent(self.label, self._handle, time.monotonic()))
 
     def _compare(self, world: World, rows: Any) -> None:
         digests: dict[bytes, list[int]] = defaultdict(list)
@@ -213,12 +215,17 @@ class Agreement:
 def _report_absent(world: World) -> None:
     """Warn once of each loader that the other ranks have not begun to load, in the time in which a stall is
     reported. Loaders whose loops have ended are reported when another one loads a batch."""
-    settings = world.settings
-    for sent in list(_sent.get(world, ())):
-        waited_s = time.monotonic() - sent.at
-        if settings.stall_check_disable or waited_s < settings.stall_warn_s:
-            continue
-        _sent[world].remove(sent)
+    if world.settings.stall_check_disable:
+        return
+    now = time.monotonic()
+    due: list[_Sent] = []
+    with _lock:  # loaders of several threads come here
+        left: list[_Sent] = []
+        for sent in _sent.get(world, ()):
+            (due if now - sent.at >= world.settings.stall_warn_s else left).append(sent)
+        if due:
+            _sent[world] = left
+    for sent in due:
         if sent.handle.done():
             continue
         _LOG.warning(
@@ -227,7 +234,7 @@ def _report_absent(world: World) -> None:
             sent.label,
             world.placement.rank,
             world.placement.size,
-            waited_s,
+            now - sent.at,
         )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy.typing as npt
 
 from polyhvd.data.finishing import Finishing, Made
-from polyhvd.data.patience import LOOK_S, look
+from polyhvd.data.patience import look
 from polyhvd.data.prefetch import Prefetch
+from polyhvd.data.waiting import LOOK_S
 from polyhvd.data.workers import Task, Workers
 from polyhvd.errors import DataError
 

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable
 
 from polyhvd.config import Settings
+from polyhvd.data.waiting import LOOK_S
 from polyhvd.errors import DataError
 from polyhvd.runtime import current
 
-__all__ = ["LOOK_S", "look", "warn_s"]
+__all__ = ["look", "warn_s"]
 
-#: How often a wait calls :func:`look`.
-LOOK_S = 1.0
 _LOG = logging.getLogger("polyhvd")
 
 
@@ -29,7 +28,7 @@ def look(waited_s: float, describe: Callable[[], str]) -> None:
     waited.
 
     Args:
-        waited_s: for how many seconds, a multiple of :data:`LOOK_S`.
+        waited_s: for how many seconds, a multiple of :data:`~polyhvd.data.waiting.LOOK_S`.
         describe: returns what is waited for, and where it is.
 
     Raises:

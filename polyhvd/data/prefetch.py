@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeVar
 
-from polyhvd.data.patience import LOOK_S
+from polyhvd.data.waiting import wait_for
 
 __all__ = ["Prefetch"]
 
@@ -73,17 +73,14 @@ class Prefetch(Generic[T]):
         """The next item, when there is one.
 
         Args:
-            look: is called every second with the seconds of the wait; what it raises ends the wait.
+            look: as of :func:`polyhvd.data.waiting.wait_for`; what it raises ends the wait.
 
         Raises:
             RuntimeError: there are no more items, or :meth:`close` was called.
             Exception: the one that the iterator raised in the thread, after the items before it.
         """
         with self._changed:
-            waited_s = 0.0
-            while not self._changed.wait_for(lambda: self._ready or self._ended or self._closed, LOOK_S):
-                waited_s += LOOK_S
-                look(waited_s)
+            wait_for(self._changed, lambda: self._ready or self._ended or self._closed, look)
             if self._closed or not self._ready:
                 error, self._error = self._error, None
                 raise error or RuntimeError("there is no further item")

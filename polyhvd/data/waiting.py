@@ -9,17 +9,29 @@ from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from typing import Any
 
-__all__ = ["is_done_by", "wait_for"]
+__all__ = ["LOOK_S", "is_done_by", "wait_for"]
 
 #: The longest wait. CPython handles a signal that arrives just before the main thread waits for a lock only
 #: when that wait is over. On a busy machine one Ctrl-C of ten arrives so.
-_LOOK_S = 0.5
+LOOK_S = 0.5
 
 
-def wait_for(condition: threading.Condition, predicate: Callable[[], object]) -> None:
-    """Wait until the predicate is true, in a thread that holds the lock of the condition."""
-    while not condition.wait_for(predicate, _LOOK_S):
-        pass
+def wait_for(
+    condition: threading.Condition,
+    predicate: Callable[[], object],
+    look: Callable[[float], None] = lambda waited_s: None,
+) -> None:
+    """Wait until the predicate is true, in a thread that holds the lock of the condition.
+
+    Args:
+        condition: notified when the predicate may have become true.
+        predicate: likewise.
+        look: called every :data:`LOOK_S` with the seconds waited so far; may raise.
+    """
+    waited_s = 0.0
+    while not condition.wait_for(predicate, LOOK_S):
+        waited_s += LOOK_S
+        look(waited_s)
 
 
 def is_done_by(future: Future[Any], deadline: float) -> bool:
@@ -29,5 +41,5 @@ def is_done_by(future: Future[Any], deadline: float) -> bool:
         if left_s <= 0:
             return False
         with contextlib.suppress(TimeoutError):
-            future.exception(min(left_s, _LOOK_S))
+            future.exception(min(left_s, LOOK_S))
     return True

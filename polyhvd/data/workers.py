@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 import cloudpickle
 
 from polyhvd.data.handover import UnreadableError, receive, send
-from polyhvd.data.patience import LOOK_S, look, warn_s
+from polyhvd.data.patience import look, warn_s
 from polyhvd.data.remote_errors import RemoteError, pack
+from polyhvd.data.waiting import LOOK_S
 from polyhvd.errors import DataError
 from polyhvd.runtime import current
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import polyhvd.numpy as hvd
 import pyarrow.compute as pc
 import pytest
 
-from polyhvd.data import FileLoader, ParquetLoader, write_parquet
+from polyhvd.data import FileLoader, ParquetLoader, agreement, write_parquet
 from polyhvd.errors import DataError
+from polyhvd.runtime import current
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -231,6 +233,21 @@ def test_loader_that_only_one_rank_iterates_over_does_not_wait(tmp_path: Path) -
             assert len(list(ParquetLoader(folder, batch_size=2))) > 1
     hvd.barrier()
     assert hvd.counters()["pending"] - before["pending"] == (3 if hvd.rank() == 0 else 0)
+
+
+def test_loaders_of_one_rank_are_reported_once_each_by_several_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of_rank(tmp_path / str(hvd.rank()), 1)
+    if hvd.rank() == 0:
+        for _ in range(3):
+            list(ParquetLoader(folder, batch_size=12))
+        now = time.monotonic
+        monkeypatch.setattr("polyhvd.data.agreement.time.monotonic", lambda: now() + 1000)
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(agreement._report_absent, [current.world()] * 64))
+    assert len(caplog.records) == (3 if hvd.rank() == 0 else 0)
+    hvd.barrier()
 
 
 def test_loader_of_one_rank_is_reported_after_its_loop_has_ended(
