@@ -44,7 +44,7 @@ def rows(parser: argparse.ArgumentParser, actions: list[argparse.Action]) -> Ite
 
 
 def commands(parser: argparse.ArgumentParser, name: str, help: str = "") -> Iterator[str]:
-    """The section of a command, and those of its own commands."""
+    """The section of a command and of its subcommands."""
     yield from ("", f"## {name}")
     if text := parser.description or (help and f"{help[0].upper()}{help[1:]}."):
         yield from ("", " ".join(text.split()))

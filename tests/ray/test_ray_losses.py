@@ -121,7 +121,7 @@ else:
 
 @contextlib.contextmanager
 def a_cluster() -> Iterator[dict[str, Any]]:
-    """A cluster of one node in processes of its own: its address, and the process ids of GCS and raylet."""
+    """A cluster of one node in separate processes: its address, and the process ids of GCS and raylet."""
     env = {**os.environ, **SETTINGS, "RAY_gcs_rpc_server_reconnect_timeout_s": str(GCS_S)}
     words = [sys.executable, "-c", CLUSTER]
     with subprocess.Popen(words, stdin=-1, stdout=-1, text=True, env=env) as holder:
