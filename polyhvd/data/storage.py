@@ -6,6 +6,7 @@ pyarrow and fsspec are imported only when they are used, since they are optional
 from __future__ import annotations
 
 import asyncio
+import atexit
 import glob
 import logging
 import os
@@ -424,14 +425,25 @@ def storage_of(
         return storage, storage._fsspec._strip_protocol(text)
     if not is_uri:
         return Storage(fs.LocalFileSystem()), text
-    try:
-        return within(  # it may ask the service for the region
-            timeout_s,
-            time.monotonic() + timeout_s,
-            lambda: _of_arrow(text, attempts, timeout_s) or _of_fsspec(text, attempts, timeout_s),
-        )
+    opened = threading.Event()
+
+    def open_it() -> tuple[Storage, str]:
+        try:
+            return _of_arrow(text, attempts, timeout_s) or _of_fsspec(text, attempts, timeout_s)
+        finally:
+            opened.set()
+
+    if text.startswith("s3://"):
+        # pyarrow ends S3 at exit, once requests have ended, and aborts the process if a thread that has also
+        # waited for them makes a file system then. Python calls this before, since it is registered later.
+        atexit.register(opened.wait, TIMEOUT_S)
+    try:  # it may ask the service for the region
+        return within(timeout_s, time.monotonic() + timeout_s, open_it)
     except OSError as error:
         raise DataError(f"the file system of {_public(text)} cannot be opened: {error}") from error
+    finally:
+        if opened.is_set():
+            atexit.unregister(opened.wait)
 
 
 def _of_arrow(uri: str, attempts: int, timeout_s: float) -> tuple[Storage, str] | None:
