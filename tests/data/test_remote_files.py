@@ -45,7 +45,7 @@ _numbers = count()
 @pytest.fixture
 def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """A new bucket, of a server without faults, and repetitions that follow at once."""
-    server.fault = lambda *request: None
+    server.reset()
     monkeypatch.setattr(storage, "_FIRST_WAIT_S", 0.0)
     name = f"bucket{next(_numbers)}"
     server.filesystem().create_dir(name)

@@ -16,11 +16,11 @@ _ERRORS = {"503": ("503 Slow Down", "SlowDown"), "403": ("403 Forbidden", "Acces
 
 
 class S3Server:
-    """Serves until :meth:`close`.
+    """Serves without faults until :meth:`close`.
 
     ``fault`` is called with method, path and access key of each request. It returns None, or "503" or "403"
     to answer with these; "cut" to close the connection; "half" to close it within the body of the answer; or
-    "slow" to answer only when the server is closed.
+    "slow" to close it only at :meth:`reset` or :meth:`close`.
     """
 
     def __init__(self) -> None:
@@ -28,18 +28,25 @@ class S3Server:
         from werkzeug.serving import make_server
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        self.fault: Callable[[str, str, str], str | None] = lambda *request: None
         self.requests: list[tuple[str, str]] = []
+        self._over = threading.Event()
+        self.reset()
         self._application = DomainDispatcherApplication(create_backend_app)
-        self._closed = threading.Event()
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._server.daemon_threads = True
         self.address = f"127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="s3-server")
         self._thread.start()
 
+    def reset(self) -> None:
+        """End slow requests, for which new clients of pyarrow wait, too, and serve without faults."""
+        self._over.set()
+        self._over = threading.Event()
+        self.fault: Callable[[str, str, str], str | None] = lambda *request: None
+        self.requests.clear()
+
     def close(self) -> None:
-        self._closed.set()
+        self._over.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -64,13 +71,14 @@ class S3Server:
         request = (environ["REQUEST_METHOD"], environ["PATH_INFO"])
         self.requests.append(request)
         key = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].partition("/")[0]
+        over = self._over
         fault = self.fault(*request, key)
         if fault in _ERRORS:
             status, code = _ERRORS[fault]
             start_response(status, [("Content-Type", "application/xml")])
             return [f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()]
         if fault == "slow":
-            self._closed.wait()
+            over.wait()
         if fault in ("slow", "cut"):
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             start_response("200 OK", [])
