@@ -2,7 +2,7 @@
 
 Ray Train, Horovod and loaders of data get virtual environments in build/peers, which see the suite's PyTorch
 and are kept between runs; ``python tools/bench_peers.py ray`` makes one. Horovod is compiled, from its last
-version with one change of the C++ standard, as docs/performance.md says.
+version with one change of the C++ standard, as docs/internals/measurements.md says.
 """
 
 from __future__ import annotations
