@@ -17,11 +17,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from polyhvd import allgather_object, barrier, broadcast_object
 from polyhvd import torch as hvd
 from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.data.batches import mapped
 from polyhvd.data.loader import Loader
+from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 from polyhvd.training.keras import callbacks as keras_callbacks
+from polyhvd.training.naming import ORDER_ADVICE, require_same_order
 from polyhvd.training.options import Options
 
 __all__ = [
@@ -170,15 +173,23 @@ def broadcast_variables(
         inplace: accepted for compatibility with Horovod; variables are always overwritten.
 
     Raises:
-        RankMismatchError: shapes or dtypes differ between ranks.
+        RankMismatchError: shapes or dtypes differ between ranks, or the order of equal names does.
         HorovodInternalError: a rank was lost.
 
     Example::
 
         hvd.broadcast_variables(model.variables, root_rank=0)
     """
+    variables = list(variables)
     values = [(str(i), variable.value.detach()) for i, variable in enumerate(variables)]
-    hvd.broadcast_parameters(values, root_rank, process_set)
+    world, number, call = (
+        process_set.world or current.world(),
+        process_set_id(process_set),
+        "broadcast_variables",
+    )
+    with world.line(call, number):
+        require_same_order(world, number, call, [variable.path for variable in variables], ORDER_ADVICE)
+        hvd.broadcast_parameters(values, root_rank, process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> None:

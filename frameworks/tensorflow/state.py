@@ -13,8 +13,10 @@ from polyhvd.tensorflow.gradients import accept_device
 from polyhvd.tensorflow.names import do_not_convert
 
 from polyhvd.collectives import objects
+from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.runtime import current
+from polyhvd.training.naming import ORDER_ADVICE, require_same_order
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
@@ -43,7 +45,8 @@ def broadcast_(
         process_set: the ranks that take part.
 
     Raises:
-        tf.errors.FailedPreconditionError: number, shapes or dtypes differ between ranks.
+        tf.errors.FailedPreconditionError: number, shapes or dtypes differ between ranks, or, in eager mode,
+            the order of equal names.
         tf.errors.AbortedError: a rank was lost.
 
     Example::
@@ -56,9 +59,18 @@ def broadcast_(
     sent = [tf.convert_to_tensor(variable) for variable in variables]
     label = name or "broadcast_variables"
     with nullcontext() if name else current.world().line(label, process_set.process_set_id or 0):
+        if tf.executing_eagerly() and process_set.process_set_id is not None:
+            _require_same_order(variables, label, process_set)
         received = ops.broadcast(sent, root_rank, name=label, process_set=process_set)
     assigned = [variable.assign(value) for variable, value in zip(variables, received, strict=True)]
     return variables if tf.executing_eagerly() else assigned
+
+
+def _require_same_order(variables: Sequence[Any], label: str, process_set: ProcessSet) -> None:
+    names = [getattr(variable, "path", None) or getattr(variable, "name", "") for variable in variables]
+    world, number = process_set.world or current.world(), process_set_id(process_set)
+    with as_tensorflow():
+        require_same_order(world, number, "broadcast_variables", names, ORDER_ADVICE, label)
 
 
 @do_not_convert
@@ -80,7 +92,7 @@ def broadcast_variables(
         In a graph of tf.compat.v1 the operation to run; else nothing of interest.
 
     Raises:
-        tf.errors.FailedPreconditionError: number, shapes or dtypes differ between ranks.
+        tf.errors.FailedPreconditionError: as of :func:`broadcast_`.
         tf.errors.AbortedError: a rank was lost.
 
     Example::

@@ -17,7 +17,18 @@ from polyhvd.errors import InvalidArgumentError, RankMismatchError
 from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 
-__all__ = ["digest", "gather_by_name", "numbered", "refuse_other_names", "require_same_names"]
+__all__ = [
+    "ORDER_ADVICE",
+    "digest",
+    "gather_by_name",
+    "numbered",
+    "refuse_other_names",
+    "require_same_names",
+    "require_same_order",
+]
+
+#: What to do about :func:`require_same_order`'s error.
+ORDER_ADVICE = "pass them in the same order on every rank, such as that of model.variables"
 
 _NAMES_SHOWN, _GROUPS_SHOWN, _RANKS_SHOWN = 5, 4, 8
 
@@ -69,6 +80,47 @@ def refuse_other_names(
     own = (world.placement.rank, list(names))
     by_rank = dict(gather_objects(world, number, own, f"{label or call}.names"))
     raise RankMismatchError(f"{call}: {_difference(by_rank)}{advice and '; '}{advice}")
+
+
+def require_same_order(
+    world: World, number: int, call: str, names: Iterable[str], advice: str = "", label: str = ""
+) -> None:
+    """Return unless ranks have passed the same names in different orders.
+
+    For values that are paired by position because their names may differ: Keras, for example, numbers layers
+    in the order in which a process makes them. So ranks with other names pass.
+
+    Args:
+        world: as of :func:`require_same_names`, like all others.
+        number: likewise.
+        call: likewise.
+        names: of this rank.
+        advice: as of :func:`require_same_names`.
+        label: likewise.
+
+    Raises:
+        RankMismatchError: the orders differ; on every rank, with the first position that does.
+    """
+    if world.engine.behind:
+        return  # no other rank makes this call
+    own, label = numbered(names), label or call
+    in_order = digest(f"{position:09} {name}" for position, name in enumerate(own))
+    sent = gather_objects(world, number, (in_order, digest(own)), f"{label}.digests")
+    orders, sets = map(set, zip(*sent, strict=True))
+    if len(orders) == 1 or len(sets) > 1:
+        return
+    by_rank = dict(gather_objects(world, number, (world.placement.rank, own), f"{label}.names"))
+    position, found = next(
+        (i, found) for i, found in enumerate(zip(*by_rank.values(), strict=True)) if len(set(found)) > 1
+    )
+    ranks_with: dict[str, list[int]] = {}
+    for rank, name in zip(by_rank, found, strict=True):
+        ranks_with.setdefault(name, []).append(rank)
+    groups = [_group(ranks, (name,)) for name, ranks in list(ranks_with.items())[:_GROUPS_SHOWN]]
+    raise RankMismatchError(
+        f"{call}: the ranks have the same names in different orders: at position {position}, "
+        f"{'; '.join(groups)}{advice and '; '}{advice}"
+    )
 
 
 def gather_by_name(

@@ -497,6 +497,32 @@ def test_xla_is_refused_with_advice() -> None:
     equal(hvd.allreduce(tf.constant([float(RANK)])), [(SIZE - 1) / 2])
 
 
+def test_variables_in_another_order_on_one_rank_are_refused() -> None:
+    """Pairs go by position: equal shapes would be mixed up silently."""
+    layers = [tf.keras.layers.Dense(2, name=name) for name in ("first", "second")]
+    for layer in layers:
+        layer.build((1, 2))
+    kernels = [layer.kernel for layer in layers]
+    before = [kernel.numpy() for kernel in kernels]
+    mixed = kernels if RANK != 1 else kernels[::-1]
+    error = raises(tf.errors.FailedPreconditionError, hvd.broadcast_variables, mixed, 0)
+    assert "broadcast_variables: the ranks have the same names in different orders: at position 0, " in error
+    assert "rank 1 has 'second/kernel" in error
+    for kernel, values in zip(kernels, before, strict=True):
+        equal(kernel, values)
+
+
+def test_variables_of_layers_that_keras_has_numbered_otherwise_are_paired_by_position() -> None:
+    if RANK == 1:
+        tf.keras.layers.Dense(1)
+    layers = [tf.keras.layers.Dense(2, kernel_initializer="ones" if RANK else "zeros") for _ in range(2)]
+    for layer in layers:
+        layer.build((1, 2))
+    hvd.broadcast_variables([layer.kernel for layer in layers], root_rank=0)
+    for layer in layers:
+        equal(layer.kernel, np.zeros((2, 2)))
+
+
 def test_variables_take_the_roots_values() -> None:
     variables = [tf.Variable(data(RANK, s, d)) for s in ((), (3, 2)) for d in ("float32", "int64")]
     hvd.broadcast_variables(variables, root_rank=1)

@@ -313,6 +313,10 @@ def values_and_refusals() -> None:
     variable = keras.Variable(float(rank))
     hvd.broadcast_variables([variable], 1)
     assert float(variable.numpy()) == 1.0
+    others = [keras.Variable(float(rank), name=name) for name in ("first", "second")]
+    with raises(RankMismatchError, "different orders: at position 0, "):
+        hvd.broadcast_variables(others if rank != 1 else others[::-1], 0)
+    assert [float(other.numpy()) for other in others] == [rank, rank]
     with raises(RuntimeError, "broadcast_variables"):
         hvd.broadcast_global_variables(0)
     refused: list[tuple[dict[str, Any], str]] = [
