@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 from polyhvd.spark import Store
 from polyhvd.spark.mxnet import GluonEstimator, GluonModel
 
-import mxnet as mx  # isort: skip  # after polyhvd, which gives it names that NumPy has no more
+import mxnet as mx  # isort: skip  # after polyhvd, which restores names that NumPy has removed
 from mxnet import gluon  # isort: skip
 
 
