@@ -7,6 +7,7 @@ no worlds and no frameworks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -48,6 +49,11 @@ _DAMAGES = (
     zlib.error,
     zipfile.BadZipFile,
 )
+#: What reading a file may raise although it is whole: another try may succeed.
+_NOT_NOW = {
+    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ESTALE),
+    *(errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+}
 
 Array = np.ndarray[Any, Any]
 
@@ -274,7 +280,8 @@ class Folder:
             number: one of :meth:`numbers`.
 
         Raises:
-            CheckpointError: the file is not whole, or of another format.
+            TornError: the file is not whole.
+            CheckpointError: it is of another format, or cannot be opened, for example for lack of permission.
 
         Example::
 
@@ -299,6 +306,10 @@ class Folder:
                 f"the checkpoint {str(file)!r} needs more memory than there is; use a larger machine"
             ) from None
         except _DAMAGES as error:
+            if isinstance(error, OSError) and error.errno in _NOT_NOW:
+                raise CheckpointError(
+                    f"the checkpoint {str(file)!r} cannot be read: {error}; start the job again when it can"
+                ) from error
             raise _torn(file, error) from error
 
     def torn(self) -> list[str]:
@@ -308,7 +319,7 @@ class Folder:
         return []
 
     def put_aside(self, number: int) -> None:
-        """Rename a file that cannot be read, so that it is not a checkpoint any more."""
+        """Rename a damaged file, if possible, so that it is not a checkpoint any more."""
         file = self.file(number)
         with contextlib.suppress(OSError):
             os.replace(file, file.with_suffix(".torn"))

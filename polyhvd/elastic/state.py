@@ -300,7 +300,7 @@ class ObjectState(State):
         """Called if no rank has a commit: in the first world, or after the loss of all that had the state."""
         if (member := process.find()) is not None and member.launcher.reply.state_lost and self._rank() == 0:
             member.send_message(
-                "all processes that had the committed state were lost; training starts from the initial values"
+                "all processes that had the committed state were lost; training starts from initial values"
             )
 
     def register_local(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:

@@ -470,14 +470,17 @@ class Training(ObjectState):
     def _resume(self, folder: Folder) -> None:
         """Take the newest checkpoint that a rank can read; every rank calls it, and gets the same error."""
         torn: list[str] = []
+        tried: set[int] = set()  # by this rank; a file that cannot be renamed keeps its number
         while True:
-            newest, error = -1, ""
+            newest, error, damaged = -1, "", folder.torn()
             try:
                 folder.make()
-                newest = max(folder.numbers(), default=-1)
+                numbers = set(folder.numbers())
+                newest = max(numbers - tried, default=-1)
+                damaged += [str(folder.file(number)) for number in numbers & tried]
             except CheckpointError as raised:
                 error = str(raised)
-            found = allgather_object((newest, error, folder.torn()), name="elastic.train.checkpoints")
+            found = allgather_object((newest, error, damaged), name="elastic.train.checkpoints")
             for rank, (_, text, _) in enumerate(found):
                 if text:
                     raise self._error_of(rank, text)
@@ -485,7 +488,10 @@ class Training(ObjectState):
             if newest < 0:
                 break
             root = [number for number, _, _ in found].index(newest)
-            loaded = self._load(folder, newest) if self._rank() == root else None
+            loaded = None
+            if self._rank() == root:
+                tried.add(newest)
+                loaded = self._load(folder, newest)
             is_torn, error = broadcast_object(loaded, root, name="elastic.train.loaded")
             if error and not is_torn:
                 raise self._error_of(root, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -13,7 +14,9 @@ import polyhvd.numpy as hvd
 import pytest
 
 from polyhvd.data import ArrayLoader
+from polyhvd.elastic import checkpoint
 from polyhvd.elastic.leaving import Leave, run_callbacks
+from polyhvd.errors import CheckpointError
 
 pytestmark = pytest.mark.ranks(1, framework="numpy")
 
@@ -92,6 +95,59 @@ def test_checkpoint_of_another_program_is_refused_and_stays(tmp_path: Path, othe
     with pytest.raises(hvd.elastic.CheckpointError, match="does not fit this program"):
         hvd.elastic.train(id, changed, data, epochs=1, checkpoint=tmp_path, progress=False)
     assert sorted(tmp_path.iterdir()) == kept
+
+
+def of_two_epochs(folder: Path) -> list[Path]:
+    """Train for two epochs; the checkpoints, the newest one first."""
+    first = state(count=0)
+
+    def step(batch: Any) -> None:
+        first.count += 1
+
+    hvd.elastic.train(step, first, loader(), epochs=2, checkpoint=folder, progress=False)
+    return sorted(folder.glob("*.npz"), reverse=True)
+
+
+def refuse_renames(*arguments: Any) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_damaged_checkpoint_that_cannot_be_renamed_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, former = of_two_epochs(tmp_path)
+    newest.write_bytes(newest.read_bytes()[:-100])
+    steps = []
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.os, "replace", refuse_renames)
+        with pytest.raises(CheckpointError, match="Read-only"):  # to write: the last step of all
+            hvd.elastic.train(steps.append, state(count=0), loader(), epochs=2, checkpoint=tmp_path)
+        assert len(steps) == 5
+        former.write_bytes(former.read_bytes()[:-100])
+        with pytest.raises(
+            CheckpointError, match=f"none to resume from. Restore one of {re.escape(str(former))}, "
+        ):
+            hvd.elastic.train(pytest.fail, state(count=0), loader(), epochs=2, checkpoint=tmp_path)
+    assert newest.exists()
+
+
+def test_checkpoint_that_cannot_be_opened_now_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, _ = of_two_epochs(tmp_path)
+
+    def refuse(file: Path) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_opened", refuse)
+        with pytest.raises(
+            CheckpointError, match=f"{re.escape(str(newest))}' cannot be read: .*Too many open"
+        ):
+            hvd.elastic.train(pytest.fail, state(count=0), loader(), epochs=2, checkpoint=tmp_path)
+    again = state(count=0)
+    hvd.elastic.train(pytest.fail, again, loader(), epochs=2, checkpoint=tmp_path, progress=False)
+    assert again.count == 10
 
 
 def test_training_that_has_ended_makes_no_step_when_it_is_started_again(tmp_path: Path) -> None:
