@@ -48,8 +48,8 @@ PROLOGUE = "elastic/prologue"
 PROGRESS = "elastic/progress"
 #: Scope of lines for the launcher to print, in UTF-8.
 MESSAGES = "elastic/says"
-#: Limit of one request to the store, which is repeated while the job lives.
-_WAIT_S = 1e6
+#: Limit of one request to the store: longer than any job lives.
+_WAIT_S = 1e9
 _MOMENT_S = 0.2
 _PROLOGUE_S = 30.0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import threading
@@ -22,8 +23,9 @@ from polyhvd.runtime.world import World
 
 __all__ = ["LauncherWatch"]
 
-#: Of one request to the store: as long as a world lives.
-_WAIT_S = 1e6
+#: Of one request to the store: longer than any world lives.
+_WAIT_S = 1e9
+_LOG = logging.getLogger("polyhvd")
 _NO_REQUEST = -1  # which no request has as its number
 _SLOW_REQUESTS_MAX = 8
 _MOMENT_S = 1.0
@@ -94,7 +96,8 @@ class LauncherWatch:
         except (StoreError, OSError, ValueError) as error:
             self._store.close()
             if not self._is_launcher_gone():
-                return  # this process continues without a watch
+                _LOG.warning("elastic: no more messages from polyhvdrun reach this process: %s", error)
+                return
             self.fault = str(error)
             self._launcher.hang_up()
             if (world := self._present()) is not None:

@@ -13,7 +13,7 @@ import pytest
 from polyhvd.config import Launched
 from polyhvd.elastic import process
 from polyhvd.elastic.limits import RESUME_STATUS
-from polyhvd.elastic.places import LauncherConnection
+from polyhvd.elastic.places import LauncherConnection, PlaceReply, lost_scope, notice_scope, place_scope
 from polyhvd.elastic.watch import LauncherWatch
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.client import Client
@@ -85,6 +85,32 @@ def test_world_fails_and_nobody_waits_for_another(followed: str, member_of: Memb
     with pytest.raises(SystemExit) as ended:
         member.next_place()
     assert ended.value.code == RESUME_STATUS
+
+
+def test_requests_of_a_process_do_not_expire_in_a_job_of_weeks(
+    member_of: MemberOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher's messages, and rank 0's notice of a change, would not arrive any more."""
+    server = Server(SECRET)
+    expired = server._values.expired
+    monkeypatch.setattr(server._values, "expired", lambda now: expired(now + 1e7))
+    try:
+        member, world = member_of(server), FollowedWorld()
+        member.watch.follow(world)  # type: ignore[arg-type]
+        server.post(place_scope(0, 0), 0, PlaceReply(1, [0]).encoded())
+        member.next_place()
+        assert not world.ended.wait(0.3)
+        assert not member.launcher.has_notice()
+        server.post(lost_scope(1), 0, b"rank 1 has died")
+        assert world.ended.wait(10)
+        assert world.reason == "rank 1 has died"
+        server.post(notice_scope(1), 0, b"")
+        until = time.monotonic() + 10
+        while not member.launcher.has_notice():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        server.close()
 
 
 def test_process_that_waits_for_a_place_ends(member_of: MemberOf) -> None:
