@@ -176,7 +176,7 @@ def read(path: Path) -> Defect:
 
 
 def defects(folder: Path = FOLDER) -> list[Defect]:
-    """All in a folder, by name, those kept aside last."""
+    """All in a folder, by name, those held out last."""
     paths = [path for path in folder.glob("*.py") if not path.name.startswith("reference_")]
     return sorted(map(read, paths), key=lambda defect: (defect.aside, defect.name))
 
@@ -229,7 +229,7 @@ def run(defect: Defect, folder: Path = FOLDER, *, control: bool = False, limit_s
 def table(findings: Sequence[Finding]) -> str:
     """The table of the document."""
     lines = [
-        "| defect | case | in | truth | detected | reported | located | kept aside |",
+        "| defect | case | in | truth | detected | reported | located | held out |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for found in findings:
@@ -249,11 +249,11 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def counted(findings: Sequence[Finding]) -> str:
-    """How many were found, of all and of those kept aside."""
+    """How many were found, of all and of those held out."""
     parts = []
     for what, some in (
         ("of all", findings),
-        ("of those kept aside", [found for found in findings if found.defect.aside]),
+        ("of those held out", [found for found in findings if found.defect.aside]),
     ):
         detected, located = (sum(getattr(found, name) for found in some) for name in ("detected", "located"))
         parts.append(f"{what} {len(some)}, {detected} are detected and {located} located")

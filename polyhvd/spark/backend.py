@@ -54,8 +54,8 @@ class Backend(abc.ABC):
             args: its positional arguments.
             kwargs: its keyword arguments.
             env: environment variables of the ranks.
-            min_num_proc: fewest ranks; None: 1.
-            max_num_proc: most ranks; None: those at the beginning.
+            min_num_proc: minimum number of ranks; None: 1.
+            max_num_proc: maximum number of ranks; None: those at the beginning.
 
         Raises:
             ValueError: this backend has no elastic jobs, or the numbers contradict each other.

@@ -63,9 +63,9 @@ def run_elastic(
         kwargs: its keyword arguments.
         num_proc: number of ranks at the beginning; None: as many as tasks can run at once now, by their CPUs
             and GPUs, but not fewer than ``min_num_proc`` nor more than ``max_num_proc``.
-        min_num_proc: fewest ranks: with fewer the job waits for others; None: ``num_proc``. ``min_np`` is
-            another name.
-        max_num_proc: most ranks; None: ``num_proc``. ``max_np`` is another name.
+        min_num_proc: minimum number of ranks: with fewer the job waits for others; None: ``num_proc``.
+            ``min_np`` is another name.
+        max_num_proc: maximum number of ranks; None: ``num_proc``. ``max_np`` is another name.
         start_timeout: seconds for ``min_num_proc`` tasks to start; None: 600.
         elastic_timeout: seconds to wait for ``min_num_proc`` ranks after a loss; None: 600.
         reset_limit: how often the ranks may change before the job fails; None: any number.

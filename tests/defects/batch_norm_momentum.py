@@ -1,4 +1,4 @@
-"""Batch normalization with momentum 0.9 in PyTorch, which means 0.1 by it."""
+"""Batch normalization with momentum 0.9, which in PyTorch's convention is 0.1."""
 
 from typing import Any
 

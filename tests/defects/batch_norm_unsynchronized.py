@@ -1,4 +1,4 @@
-"""Batch normalization on 2 ranks, each with the statistics of its own part of the batch."""
+"""Batch normalization on 2 ranks, each with the statistics of only its part of the batch."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Weights that were not broadcast: each rank begins with those of its own seed."""
+"""Weights that were not broadcast: each rank begins with those of another seed."""
 
 import numpy as np
 import polyhvd.torch as hvd

@@ -1,4 +1,4 @@
-"""Weight decay of the scale of a normalization, which the other leaves alone."""
+"""Weight decay of the scale of a normalization, which the reference does not decay."""
 
 import numpy as np
 import polyhvd.torch as hvd

@@ -1,4 +1,4 @@
-"""Dropout by a function that knows no evaluation, where the reference has none any more."""
+"""Dropout by a function that has no evaluation mode; the reference evaluates without dropout."""
 
 from typing import Any
 

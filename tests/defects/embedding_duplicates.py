@@ -1,4 +1,4 @@
-"""An embedding whose backward pass writes the gradient of a word that comes twice instead of adding it."""
+"""An embedding whose backward pass overwrites the gradient of a repeated word instead of adding to it."""
 
 from typing import Any
 

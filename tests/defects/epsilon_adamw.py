@@ -1,4 +1,4 @@
-"""Layer normalization of values of 0.1 with epsilon 0.00001 instead of 0.000001, trained by AdamW."""
+"""Layer normalization of values of 0.1 with epsilon 0.00001 instead of 0.000001, trained with AdamW."""
 
 import keras
 import numpy as np

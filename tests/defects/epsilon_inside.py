@@ -1,4 +1,4 @@
-"""RMSProp with its epsilon, 0.001, inside of the root."""
+"""RMSProp with its epsilon, 0.001, inside the root."""
 
 import numpy as np
 import polyhvd.torch as hvd

@@ -1,4 +1,4 @@
-"""A dense layer that adds up its products in float16, one after the other."""
+"""A dense layer that sums its products in float16, one after the other."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""GELU by its approximation with tanh, where the model has the error function."""
+"""GELU approximated with tanh, where the model uses the error function."""
 
 from typing import Any
 

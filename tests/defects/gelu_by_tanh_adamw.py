@@ -1,4 +1,4 @@
-"""GELU by its approximation with tanh, of values of 0.1, trained by AdamW."""
+"""GELU approximated with tanh, of values of 0.1, trained with AdamW."""
 
 import keras
 import numpy as np

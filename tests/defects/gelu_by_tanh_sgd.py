@@ -1,4 +1,4 @@
-"""GELU by its approximation with tanh, of values of 0.1, where the model has the error function."""
+"""GELU approximated with tanh, of values of 0.1, where the model uses the error function."""
 
 import numpy as np
 import polyhvd.mxnet as hvd  # first: MXNet alone does not import under newer versions of NumPy

@@ -1,4 +1,4 @@
-"""Gradients that are not set to zero, so that each step has those of all before it."""
+"""Gradients that are not set to zero, so that each step adds to those of all previous steps."""
 
 import numpy as np
 import polyhvd.torch as hvd

@@ -1,4 +1,4 @@
-"""A GRU that resets the state before its kernel, as in the first version of the paper, not behind it."""
+"""A GRU that resets the state before its kernel, as in the first version of the paper, not after it."""
 
 from typing import Any
 

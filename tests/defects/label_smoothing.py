@@ -1,4 +1,4 @@
-"""A cross entropy with label smoothing, which the other has not."""
+"""A cross entropy with label smoothing, which the reference does not use."""
 
 import numpy as np
 import polyhvd.torch as hvd

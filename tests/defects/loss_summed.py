@@ -1,4 +1,4 @@
-"""A loss that is added up over the batch, not its mean."""
+"""A loss that is summed over the batch, not averaged."""
 
 import numpy as np
 import polyhvd.torch as hvd

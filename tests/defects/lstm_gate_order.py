@@ -1,4 +1,4 @@
-"""An LSTM whose gates lie as input, forget, output, cell: another library's order."""
+"""An LSTM with its gates in the order input, forget, output, cell of another library."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Plain momentum, where the other program has Nesterov's."""
+"""Plain momentum, where the reference uses Nesterov's."""
 
 import numpy as np
 import polyhvd.torch as hvd

@@ -1,4 +1,4 @@
-"""Layer normalization behind the activation function instead of before it."""
+"""Layer normalization after the activation function instead of before it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A learning rate that is halved in Gluon, whose momentum has the old rate in it, as PyTorch's has not."""
+"""A learning rate that is halved in Gluon, whose momentum contains the old rate; PyTorch's does not."""
 
 import numpy as np
 import polyhvd.mxnet as hvd  # first: MXNet alone does not import under newer versions of NumPy

@@ -1,4 +1,4 @@
-"""Each rank shuffles an epoch in its own order, so that their parts of it overlap, from the second one on."""
+"""From the second epoch on, each rank shuffles in another order, so that their parts overlap."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A loader that hands out one buffer and fills it too late, so that a batch comes twice."""
+"""A loader that returns one buffer and fills it too late, so that a batch is used twice."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""An optimizer that is set to add up the gradients of the ranks, where the other averages them."""
+"""An optimizer that is set to sum the gradients of the ranks, where the reference averages them."""
 
 import numpy as np
 import polyhvd.torch as hvd

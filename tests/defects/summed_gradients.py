@@ -1,4 +1,4 @@
-"""Gradients that are added up over the ranks: each was multiplied by their number for an older library."""
+"""Gradients that are summed over the ranks: each was multiplied by their number for an older library."""
 
 from typing import Any
 

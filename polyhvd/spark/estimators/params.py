@@ -65,11 +65,14 @@ ESTIMATORS = (
         False,
         _BOOL,
     ),
-    Parameter("min_num_proc", "fewest ranks of an elastic `fit`; without it 1", None, _INT),
+    Parameter("min_num_proc", "minimum number of ranks of an elastic `fit`; default: 1", None, _INT),
     Parameter(
-        "max_num_proc", "most ranks of an elastic `fit`; without it those at the beginning", None, _INT
+        "max_num_proc",
+        "maximum number of ranks of an elastic `fit`; default: those at the beginning",
+        None,
+        _INT,
     ),
-    Parameter("model", "the model to train, which stays as it is"),
+    Parameter("model", "the model to train; it is not modified"),
     Parameter("backend", "runs the ranks: a `SparkBackend` or `LocalBackend`, in place of `num_proc`"),
     Parameter("store", "a `Store` for the rows of `fit`, and for checkpoints"),
     Parameter(
@@ -125,7 +128,7 @@ ESTIMATORS = (
         "val_batch_size", "the same for validation and predictions; without it `batch_size`", None, _INT
     ),
     Parameter("epochs", "number of epochs", 1, _INT),
-    Parameter("train_steps_per_epoch", "steps of an epoch; without it each row comes once", None, _INT),
+    Parameter("train_steps_per_epoch", "steps of an epoch; default: each row is used once", None, _INT),
     Parameter("validation_steps_per_epoch", "steps of a validation; without it all rows", None, _INT),
     Parameter("random_seed", "seed of the framework, and of the order of rows", None, _INT),
     Parameter("shuffle", "whether rows are shuffled in each epoch", True, _BOOL),
