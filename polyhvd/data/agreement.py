@@ -54,8 +54,9 @@ _EPOCH = "position 'epoch'"
 _LOG = logging.getLogger("polyhvd")
 
 _lock = threading.Lock()
-#: How many loaders of the same callers this process has made.
-_made: Counter[str] = Counter()
+#: How many loaders of the same callers this process has made in a world, or has used there and made before.
+_made: weakref.WeakKeyDictionary[World, Counter[str]] = weakref.WeakKeyDictionary()
+_made_outside: Counter[str] = Counter()  # while there was no world
 #: How often each of them, or a copy of it, has begun to load in a world.
 _begun: weakref.WeakKeyDictionary[World, Counter[str]] = weakref.WeakKeyDictionary()
 
@@ -101,8 +102,9 @@ class Agreement:
         self.label = f"{what}({callers[0]})" if callers else what
         key = hashlib.sha256(json.dumps([what, callers]).encode()).hexdigest()[:16]
         with _lock:  # numbered here, since a rank may load from one of them before the others do
-            _made[key] += 1
-            self._key = f"{key}.{_made[key]}"
+            made = _made_in(current.find())
+            made[key] += 1
+            self._key, self._number = key, made[key]
         self._world: weakref.ref[World] | None = None
         self._name = ""
         self._handle: Any = None
@@ -150,12 +152,15 @@ class Agreement:
         return bool(self._handle.done())
 
     def _begin(self, world: World) -> None:
+        own = f"{self._key}.{self._number}"
         with _lock:
+            made = _made_in(world)
+            made[self._key] = max(made[self._key], self._number)
             begun = _begun.setdefault(world, Counter())
-            begun[self._key] += 1
-            number = begun[self._key]
+            begun[own] += 1
+            number = begun[own]
         self._world, self._difference, self._has_waited = weakref.ref(world), None, False
-        self._name = f"{_PREFIX}{self.label}.{self._key}.{number}"
+        self._name = f"{_PREFIX}{self.label}.{own}.{number}"
         items = [[heading, list(texts.items())] for heading, texts in self._describe().items()]
         text = json.dumps(items).encode()
         self._text = zlib.compress(text, 1)  # libraries of zlib compress differently
@@ -210,6 +215,15 @@ class Agreement:
                 _LOG.warning("%s. Until then some rows are read twice, and others not at all", text)
             return
         raise DataError(text)
+
+
+def _made_in(world: World | None) -> Counter[str]:
+    """The numbers of ``_made`` for a world, or for a process without one; ``_lock`` is held.
+
+    A process that joins an elastic job has made no loaders in former worlds, so these do not count. It makes
+    loaders before ``init()`` as the others have, and these count in each world.
+    """
+    return _made_outside if world is None else _made.setdefault(world, _made_outside.copy())
 
 
 def _report_absent(world: World) -> None:
@@ -294,3 +308,11 @@ def _callers() -> list[str]:
             found.append(f"{os.path.basename(path)}:{frame.f_lineno}")
         frame = frame.f_back
     return found
+
+
+def _forget_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

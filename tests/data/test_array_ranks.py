@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -150,3 +151,18 @@ def test_epochs_of_ranks_may_differ_where_rows_are_not_shuffled() -> None:
     loader.set_epoch(hvd.rank())
     iterate(loader)
     hvd.barrier()
+
+
+def test_loader_of_a_former_world_counts_among_those_that_a_new_process_makes() -> None:
+    """Rank 1 makes its loader again in the second world, as a process does that joins an elastic job."""
+    loaders: dict[int, ArrayLoader] = {}
+    for world, number in ((1, 0), (2, 0), (2, 1)):
+        if (world, number) == (2, 0):
+            hvd.shutdown()
+            hvd.init()
+        if number not in loaders or hvd.rank() == 1:
+            seed = number if hvd.rank() == 1 else 0
+            loaders[number] = ArrayLoader([np.arange(12)], batch_size=1, shuffle=False, seed=seed)
+        loaders[number].set_epoch(world)
+        with pytest.raises(DataError, match="argument 'seed'") if number == 1 else contextlib.nullcontext():
+            iterate(loaders[number])

@@ -151,6 +151,54 @@ def test_job_goes_on_without_a_rank_that_is_killed_while_it_waits_for_data(
     assert counts in (["counts {3.0} of 2"] * 2, ["counts {3.0} of 3"] * 3), ended.stdout
 
 
+#: A process joins, and makes a loader of a line on which the other one has made one in each world.
+AGAIN = """
+import os, signal, sys, time
+
+import numpy as np
+import polyhvd.numpy as hvd
+from polyhvd.data import ArrayLoader
+
+member = int(os.environ["POLYHVD_MEMBER"])
+
+@hvd.elastic.run
+def train(state):
+    seed = int(sys.argv[1] == "other" and member > 1)
+    loader = ArrayLoader([np.arange(24)], batch_size=1, seed=seed)
+    for batch in loader:
+        hvd.allreduce(np.ones(1), name="step")
+        if member == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.2)
+
+hvd.init()
+train(hvd.elastic.ArrayState(w=np.zeros(1)))
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("seed", ["same", "other"])
+def test_loader_that_is_made_again_in_each_world_is_compared_with_that_of_a_new_process(
+    fork_servers: ForkServers, tmp_path: Path, seed: str
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(AGAIN)
+    python = fork_servers.python(2, IMPORTS["numpy"])
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", "2", "--min-np", "2", *python, str(script)]
+    ended = subprocess.run(
+        [*command, seed],
+        cwd=ROOT,
+        env={**os.environ, "POLYHVD_STALL_CHECK_TIME_SECONDS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+    )
+    assert (ended.returncode == 0) == (seed == "same"), ended.stderr
+    assert ended.stdout.count("ended") == (2 if seed == "same" else 0)
+    assert ("argument 'seed': 0 on rank 0; 1 on rank 1" in ended.stderr) == (seed == "other"), ended.stderr
+    assert "other ranks have not begun" not in ended.stderr
+
+
 INTERRUPTED = """
 import os, signal, sys, threading
 from polyhvd.data import ParquetLoader
