@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from polyhvd.data.memory_cache import MemoryStore, Store
+from polyhvd.data.memory_cache import PAUSE_S, MemoryStore, Store
 from polyhvd.data.order import at_least
 
 __all__ = ["Cache", "DiskStore", "cache_of", "token"]
@@ -69,6 +69,7 @@ class DiskStore(Store):
     def __init__(self, folder: Path, bytes_max: int) -> None:
         self._folder = folder
         self._bytes_max = bytes_max
+        self._paused_until = 0.0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -101,10 +102,11 @@ class DiskStore(Store):
         return None
 
     def put(self, key: str, data: memoryview) -> None:
-        """Write an entry, unless there is one already or it is larger than the cache."""
+        """Write an entry, unless there is one already, it is larger than the cache, or another process has
+        kept the lock for too long within the last :data:`PAUSE_S`."""
         size = _HEADER.size + len(data)
         path = self._folder / key
-        if size > self._bytes_max or path.exists():
+        if size > self._bytes_max or path.exists() or time.monotonic() < self._paused_until:
             return
         part = self._folder / f"{key}.{secrets.token_hex(8)}.part"
         with self._locked() as total:
@@ -137,9 +139,13 @@ class DiskStore(Store):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 if time.monotonic() > deadline:
+                    self._paused_until = time.monotonic() + PAUSE_S
                     raise TimeoutError(f"another process holds {self._folder / 'lock'} for {_LOCK_S:.0f} s")
                 time.sleep(0.005)
-            yield lock
+            try:
+                yield lock
+            finally:  # closing is not enough: a process that was forked meanwhile has the descriptor, too
+                fcntl.flock(lock, fcntl.LOCK_UN)
         finally:
             os.close(lock)
 

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from struct import Struct
 
-__all__ = ["MemoryStore", "Store"]
+__all__ = ["PAUSE_S", "MemoryStore", "Store"]
 
 #: What is wanted, the key, the number of bytes that follow, and how many the cache may have.
 _REQUEST = Struct("<1s64sQQ")
@@ -28,7 +28,7 @@ _TIMEOUT_S = 5.0
 #: How often, and after how long, a process asks again for one that begins to have the cache.
 _TRIES, _RETRY_S = 20, 0.02
 #: After a failure, files are read for so long without asking for the cache.
-_PAUSE_S = 30.0
+PAUSE_S = 30.0
 
 
 class Store(ABC):
@@ -104,7 +104,7 @@ class MemoryStore(Store):
                     held.close()
                     self._held.clear()
                     if is_last or isinstance(error, TimeoutError):
-                        self._paused_until = time.monotonic() + _PAUSE_S
+                        self._paused_until = time.monotonic() + PAUSE_S
                         raise
         raise AssertionError  # the loop returns or raises
 
@@ -129,7 +129,7 @@ class MemoryStore(Store):
                     continue
             except BaseException:
                 connection.close()
-                self._paused_until = time.monotonic() + _PAUSE_S
+                self._paused_until = time.monotonic() + PAUSE_S
                 raise
             self._held.append(held)
             return held

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -261,15 +262,34 @@ store.put(sys.argv[2], memoryview(bytes(2000)))
     assert not part.exists()
 
 
-def test_lock_that_another_process_keeps_is_an_error_after_seconds(tmp_path: Path) -> None:
+def test_lock_that_another_process_keeps_is_an_error_after_seconds_and_then_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = DiskStore(tmp_path, 10000)
     text = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print('locked', flush=True); input()"
     with python(text, tmp_path / "lock") as process:
         assert line_of(process) == "locked"
         with pytest.raises(TimeoutError, match="another process holds"):
             store.put(KEYS[0], memoryview(b"data"))
+        store.put(KEYS[0], memoryview(b"data"))  # at once, without another attempt
         process.kill()
+    assert store.get(KEYS[0]) is None
+    monkeypatch.setattr(store, "_paused_until", time.monotonic())  # later
     store.put(KEYS[0], memoryview(b"data"))
+    assert store.get(KEYS[0]) is not None
+
+
+def test_process_that_is_forked_while_the_lock_is_held_does_not_keep_it(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10000)
+    with store._locked():
+        child = os.fork()  # as another thread may
+        if child == 0:
+            signal.pause()
+    try:
+        store.put(KEYS[0], memoryview(b"data"))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     assert store.get(KEYS[0]) is not None
 
 
