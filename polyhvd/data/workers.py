@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import multiprocessing.spawn
 import os
 import select
@@ -36,6 +37,7 @@ _PROGRAM = (
     "main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 _END_S = 1.0  # how long workers that end may take
+_LOG = logging.getLogger("polyhvd")
 
 
 class Workers:
@@ -231,14 +233,25 @@ class _Worker:
             return error.number, pack(error.reason), 0
 
     def close(self) -> None:
-        """Wait until the process has ended, which it does soon, or end it."""
+        """Wait until the process has ended, which it does soon, or end it.
+
+        One that the kernel does not end, such as one that waits for a file system, is left.
+        """
         if self.pending:  # a batch that nothing waits for
             self.process.kill()
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            try:
+                self.process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                _LOG.warning(
+                    "%s (process %d) was killed and has not ended within %g s; it is left",
+                    self._name,
+                    self.process.pid,
+                    _END_S,
+                )
         with self._sending, self._receiving:
             self.connection.close()
 

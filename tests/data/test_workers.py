@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import re
 import resource
 import signal
 import socket
@@ -497,6 +498,7 @@ def test_transform_that_never_returns_is_reported_and_then_an_error(
         rest = iter(loader)
     (tmp_path / "ended").touch()
     monkeypatch.delenv("POLYHVD_STALL_SHUTDOWN_TIME_SECONDS")
+    monkeypatch.setattr(prefetch, "_LAST_ITEM_S", DEADLINE_S)  # the loop's end waits for its thread
     assert [batch["x"][0] for batch in rest] == [*range(20, 60, 4)]
 
 
@@ -564,3 +566,41 @@ def test_nothing_is_left_of_a_program_however_it_ends(tmp_path: Path, how: str, 
     assert len(processes) == 2
     wait_until(lambda: not any(map(is_running, processes)), "the workers have ended", 30)
     assert not [name for name in set(os.listdir("/dev/shm")) - shared if "polyhvd-data" in name]
+
+
+UNKILLABLE = """
+import os, subprocess, sys, time
+from polyhvd.data import DataError, ParquetLoader
+
+def transform(batch):
+    if 22 in batch["x"]:
+        time.sleep(1000)
+    return batch
+
+subprocess.Popen.kill = lambda process: None
+options = {"batch_size": 4, "workers": 1, "shuffle": False, "placement": lambda: (0, 1)}
+loader = ParquetLoader(sys.argv[1], transform=transform, **options)
+batches = iter(loader)
+for _ in range(5):
+    next(batches)
+os.environ["POLYHVD_STALL_SHUTDOWN_TIME_SECONDS"] = "2"  # from here on: workers take long to start
+try:
+    next(batches)
+except DataError as error:
+    print(error)
+"""
+
+
+def test_worker_that_does_not_end_when_it_is_killed_is_left(tmp_path: Path) -> None:
+    """As one that waits for a file system that does not answer."""
+    (tmp_path / "files").mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-c", UNKILLABLE, str(written(tmp_path / "files"))],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "POLYHVD_STALL_CHECK_TIME_SECONDS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "STALL_SHUTDOWN_TIME_SECONDS=2 limits the wait" in ended.stdout
+    assert re.search(r"worker 1 of 1 .* \(process \d+\) was killed and has not ended", ended.stderr)
