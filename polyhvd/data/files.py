@@ -471,3 +471,11 @@ def _changed(file: StoredFile) -> DataError:
 def _described(field: Any) -> str:
     metadata = {key.decode(): value.decode() for key, value in (field.metadata or {}).items()}
     return f"{field.type} with the metadata {metadata}" if metadata else str(field.type)
+
+
+def _forget_in_child() -> None:
+    global _counting
+    _counting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -16,6 +16,7 @@ import tracemalloc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,20 @@ from hypothesis import strategies as st
 from launching import DEADLINE_S
 from pyarrow import parquet
 
-from polyhvd.data import ArrayLoader, Batch, DataError, Order, ParquetLoader, prefetch, storage, write_parquet
+from polyhvd.data import (
+    ArrayLoader,
+    Batch,
+    DataError,
+    Order,
+    ParquetLoader,
+    agreement,
+    files,
+    prefetch,
+    storage,
+    write_parquet,
+)
 from polyhvd.data.columns import Column
+from polyhvd.data.files import ParquetFiles
 
 
 def alone() -> tuple[int, int]:
@@ -989,3 +1002,21 @@ next(batches)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("module", "lock"), [(files, "_counting"), (agreement, "_lock")])
+def test_process_that_is_forked_while_a_lock_is_held_makes_a_loader_and_reads(
+    tmp_path: Path, module: Any, lock: str
+) -> None:
+    written(tmp_path, [[5]])
+    with getattr(module, lock):  # as another thread may
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            with suppress(BaseException):
+                loader = ParquetLoader(tmp_path, batch_size=4)
+                (array,) = ParquetFiles(str(tmp_path), columns=["x"]).read(loader._files.groups[0])
+                os._exit(0 if array.tolist() == [0, 1, 2, 3, 4] else 1)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
