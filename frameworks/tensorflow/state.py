@@ -67,7 +67,7 @@ def broadcast_(
 
 
 def _require_same_order(variables: Sequence[Any], label: str, process_set: ProcessSet) -> None:
-    names = [getattr(variable, "path", None) or getattr(variable, "name", "") for variable in variables]
+    names = [str(getattr(variable, "path", None) or variable.name) for variable in variables]
     world, number = process_set.world or current.world(), process_set_id(process_set)
     with as_tensorflow():
         require_same_order(world, number, "broadcast_variables", names, ORDER_ADVICE, label)
