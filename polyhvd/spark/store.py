@@ -103,8 +103,8 @@ class Store(abc.ABC):
         """Write a file, which others see whole or not at all.
 
         Raises:
-            DataError: it cannot be written. The former content is left, except on file systems that cannot
-                replace a file, such as Hadoop's, where it is removed first.
+            DataError: it cannot be written. :meth:`read` returns the former content. On file systems that
+                cannot replace a file, such as Hadoop's, it may then lie beside the path.
         """
 
     def write_text(self, path: str, text: str) -> None:
@@ -229,13 +229,13 @@ class FilesystemStore(Store):
     def exists(self, path: str) -> bool:
         """As of :class:`Store`."""
         self._filesystem.invalidate_cache()
-        return bool(self._filesystem.exists(path))
+        return bool(self._filesystem.exists(self._found(path)))
 
     def read(self, path: str) -> bytes:
         """As of :class:`Store`."""
         self._filesystem.invalidate_cache()
         try:
-            return bytes(self._filesystem.cat_file(path))
+            return bytes(self._filesystem.cat_file(self._found(path)))
         except Exception as error:  # of file systems
             raise DataError(f"{path!r} cannot be read: {_in_a_line(error)}") from error
 
@@ -252,9 +252,7 @@ class FilesystemStore(Store):
                     local = self._filesystem._strip_protocol
                     os.replace(local(written), local(path))
                 elif written != path:
-                    if self._filesystem.exists(path):
-                        self._filesystem.rm_file(path)  # Hadoop's does not replace it
-                    self._filesystem.mv(written, path)
+                    self._replace(path, written)
             except BaseException:
                 if written != path:
                     with contextlib.suppress(Exception):
@@ -262,6 +260,32 @@ class FilesystemStore(Store):
                 raise
         except Exception as error:  # of file systems
             raise DataError(f"{path!r} cannot be written: {_in_a_line(error)}") from error
+
+    def _replace(self, path: str, written: str) -> None:
+        """Move a file to a path, which may be another's: Hadoop's does not replace that one.
+
+        Whatever ends this, the former content is whole until the other one is at the path.
+        """
+        former = self._former(path)
+        if self._filesystem.exists(path):
+            if self._filesystem.exists(former):
+                self._filesystem.rm_file(former)  # which the last write has left
+            self._filesystem.mv(path, former)
+        self._filesystem.mv(written, path)
+        with contextlib.suppress(Exception):  # the next write removes it
+            self._filesystem.rm_file(former)
+
+    @staticmethod
+    def _former(path: str) -> str:
+        folder, name = posixpath.split(path)
+        return posixpath.join(folder, f".{name}.former")
+
+    def _found(self, path: str) -> str:
+        """Where the content of a file is: a write that was interrupted may have left it beside the path."""
+        if self._protocols() & (_WHOLE | {"file"}) or self._filesystem.exists(path):
+            return path
+        former = self._former(path)
+        return former if self._filesystem.exists(former) else path
 
     def locate(self, path: str) -> Place:
         """The place of a path of this store."""
@@ -277,8 +301,9 @@ class FilesystemStore(Store):
         """
         self._filesystem.invalidate_cache()
         try:
-            if self._filesystem.exists(path):
-                self._filesystem.rm(path, recursive=True)
+            for found in (self._former(path), path):
+                if self._filesystem.exists(found):
+                    self._filesystem.rm(found, recursive=True)
         except Exception as error:  # of file systems
             raise DataError(f"{path!r} cannot be removed: {_in_a_line(error)}") from error
 

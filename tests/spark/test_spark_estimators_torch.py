@@ -572,7 +572,7 @@ def test_a_store_that_cannot_be_written_is_an_error(frame: Any, locked: Path) ->
 def test_checkpoints_that_cannot_be_written_are_an_error(frame: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("no folder")
     store = polyhvd.spark.Store.create(str(tmp_path / "store"), runs_path=str(tmp_path / "runs"))
-    with pytest.raises(DataError, match=r"history.json' cannot be written"):
+    with pytest.raises(DataError, match=r"checkpoint' cannot be written"):
         regression(store=store).fit(frame)
     assert files_in(tmp_path) == ["runs"]
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from spark_common import check_names
 
 import polyhvd.spark
 from polyhvd.spark import DBFSLocalStore, FilesystemStore, LocalBackend, LocalStore, Store
+from polyhvd.spark.estimators.checkpoint import Checkpoint
+from polyhvd.spark.estimators.training import Run
+from polyhvd.spark.slot import _Rank
+from polyhvd.spark.worker import _Watch
 
 
 def prefixes(folder: Path) -> list[str]:
@@ -76,6 +86,54 @@ def test_a_write_that_fails_leaves_the_former_content_and_no_other_file(tmp_path
     assert os.listdir(tmp_path / "folder") == ["file"]
 
 
+class Renaming(MemoryFileSystem):
+    """Moves at once, and not to a path that exists, as Hadoop's; counts what changes it."""
+
+    changes_left = float("inf")
+    is_killed = False
+
+    def _change(self) -> None:
+        self.changes_left -= 1
+        if self.changes_left == -1 or (self.is_killed and self.changes_left < 0):
+            raise KeyboardInterrupt
+
+    def mv(self, path1: str, path2: str, **_: object) -> None:
+        self._change()
+        source, target = self._strip_protocol(path1), self._strip_protocol(path2)
+        assert target not in self.store
+        self.store[target] = self.store.pop(source)
+
+    def pipe_file(self, path: str, value: bytes, **_: object) -> None:
+        self._change()
+        super().pipe_file(path, value)
+
+    def rm_file(self, path: str) -> None:
+        self._change()
+        super().rm_file(path)
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["interrupted", "killed"])
+@pytest.mark.parametrize("changes", range(5))
+def test_a_write_that_ends_at_any_moment_leaves_a_whole_content(
+    changes: int, is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Renaming(skip_instance_cache=True)
+    store = FilesystemStore(f"memory:/{tmp_path}")
+    monkeypatch.setattr(store, "_filesystem", files)
+    path = store.get_run_path("file")
+    for first, second in ((b"one", b"two"), (b"three", b"four")):  # also after what the first one has left
+        store.write(path, first)
+        assert store.read(path) == first
+        files.changes_left, files.is_killed = changes, is_killed
+        with contextlib.suppress(KeyboardInterrupt):
+            store.write(path, second)
+        files.changes_left = float("inf")
+        assert store.exists(path)
+        assert store.read(path) in (first, second)
+    store.remove(path)
+    assert not store.exists(path)
+
+
 def test_a_folder_that_is_a_file_is_an_error_that_names_the_path(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = LocalStore(str(tmp_path))
@@ -107,6 +165,41 @@ def test_data_sets_of_parquet_are_recognized(tmp_path: Path) -> None:
         with pytest.raises(polyhvd.DataError, match="is not a data set of Parquet"):
             store.get_parquet_dataset(folder)
         store.fs.rm(folder, recursive=True)
+
+
+def test_an_epoch_whose_history_cannot_be_written_is_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(str(tmp_path))
+    path = store.get_checkpoint_path("r")
+    assert path is not None
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    (tmp_path / "runs" / "r" / "logs").touch()  # no folder
+    run = object.__new__(Run)  # without loaders, which need ranks
+    run.job, run.checkpoint = SimpleNamespace(store=store, run_id="r"), Checkpoint({})  # type: ignore[assignment]
+    monkeypatch.setattr(polyhvd, "rank", lambda: 0)
+    with pytest.raises(polyhvd.DataError, match=r"history\.json' cannot be written"):
+        run.finish_epoch(0, [{"loss": 0.5}], [[1]], lambda: b"weights")
+    found = Checkpoint.load(store.read(path), path)
+    assert (found.epochs, found.history, found.state) == (1, [{"loss": 0.5}], b"weights")
+
+
+class Immortal(subprocess.Popen[bytes]):
+    """A process whose end does not come, as in the wait for a dead file system."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "waits for ever"
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
+def test_a_task_goes_on_without_a_rank_that_sigkill_does_not_end(capfd: pytest.CaptureFixture[str]) -> None:
+    process = Immortal(["sleep", "600"], start_new_session=True)
+    for kind, release in ((_Rank, _Rank.kill), (_Watch, _Watch._kill)):
+        task: Any = object.__new__(kind)
+        task._process = process
+        release(task)
+        assert f"process {process.pid} has not ended within 5 s of SIGKILL" in capfd.readouterr().err
+    assert subprocess.Popen.wait(process) == -signal.SIGKILL
 
 
 def test_a_local_backend_runs_on_ranks_of_this_host() -> None:

@@ -262,9 +262,9 @@ class Run:
     def _write(self) -> None:
         store, run_id, checkpoint = self.job.store, self.job.run_id, self.checkpoint
         if store.saving_runs():
+            store.write(store.get_checkpoint_path(run_id), checkpoint.dump())  # which has the history, too
             logs = posixpath.join(store.get_logs_path(run_id), "history.json")
             store.write_text(logs, json.dumps(checkpoint.history, indent=1))
-            store.write(store.get_checkpoint_path(run_id), checkpoint.dump())
 
 
 class Shaping:
