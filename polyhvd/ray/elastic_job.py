@@ -169,6 +169,11 @@ class ElasticJob(FunctionJob):
         if (found := self._processes.get(member)) is not None:
             kill([found.actor])
 
+    def kill_members(self, members: Sequence[int]) -> None:
+        """Kill their actors, for which Ray has a few seconds together."""
+        processes = list(map(self._processes.get, members))
+        kill([process.actor for process in processes if process is not None])
+
     # The loop
 
     def observe(self, scope: str, member: int, value: bytes) -> bool:

@@ -750,20 +750,51 @@ def test_processes_end_when_their_driver_is_killed_or_interrupted(
 def test_a_second_ctrl_c_does_not_keep_a_job_from_ending_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kill = ElasticJob.kill_member
+    kill = ElasticJob.kill_members
 
-    def interrupt_and_kill(job: ElasticJob, member: int) -> None:
-        if once(tmp_path / "interrupted"):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
-        kill(job, member)
+    def interrupt_and_kill(job: ElasticJob, members: Sequence[int]) -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+        kill(job, members)
 
     def interrupt(value: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ElasticJob, "kill_member", interrupt_and_kill)
+    monkeypatch.setattr(ElasticJob, "kill_members", interrupt_and_kill)
     with pytest.raises(KeyboardInterrupt):
         executor(2, 2).run(lambda: grow(tmp_path), callbacks=[interrupt])
     assert len(started(tmp_path)) == 2
+    wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
+
+
+def test_a_job_whose_gcs_is_gone_waits_once_for_the_end_of_all_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over, kill = threading.Event(), ray.kill
+
+    def kill_late(actor: Any) -> None:
+        is_over.wait()
+        kill(actor)
+
+    monkeypatch.setattr(ray, "kill", kill_late)
+    ended_at: list[float] = []
+
+    def work() -> None:
+        note(tmp_path)
+        hvd.init()
+        hvd.barrier()
+        ray_logger.log({"time": time.time()})
+        time.sleep(BUSY_S)
+
+    def receive(value: dict[str, float]) -> None:
+        ended_at.append(value["time"])
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            executor(4, 4).run(work, callbacks=[receive])
+        assert time.time() - max(ended_at) < 3 * END_S
+    finally:
+        is_over.set()
     wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 

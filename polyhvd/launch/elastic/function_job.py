@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
@@ -104,8 +104,7 @@ class FunctionJob(abc.ABC):
 
     def _end_all(self, driver: Driver) -> None:
         self._driver = None
-        for member in list(self.places):
-            self.kill_member(member)
+        self.kill_members(list(self.places))
         self.end_processes()
         self.rendezvous.close()  # from now on nothing is received for the driver
         driver.close()
@@ -139,6 +138,11 @@ class FunctionJob(abc.ABC):
     @abc.abstractmethod
     def kill_member(self, member: int) -> None:
         """See DrivenJob."""
+
+    def kill_members(self, members: Sequence[int]) -> None:
+        """The same of several, at the end of the job."""
+        for member in members:
+            self.kill_member(member)
 
     def end_processes(self) -> None:  # noqa: B027
         """The job is over, and its processes were killed: wait until they are gone, if that is needed."""
