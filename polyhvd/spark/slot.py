@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import socket
 import tempfile
 import time
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from polyhvd.launch.job.function import start_rank
+from polyhvd.launch.job.function import kill_rank, start_rank
 from polyhvd.rendezvous.auth import NO_RANK, parse_secret
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.store import StoreError
@@ -177,9 +176,7 @@ class _Rank:
 
     def kill(self) -> None:
         """Kill it, if it is running, and those of its group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill_rank(self._process)
 
     def close(self) -> bytes:
         """Free what is held; returns what its engine has reported."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from polyhvd.launch.job.function import ERROR, FUNCTION, RESULT, TRACEBACK, start_rank
+from polyhvd.launch.job.function import ERROR, FUNCTION, RESULT, TRACEBACK, kill_rank, start_rank
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, new_secret, parse_secret
 from polyhvd.rendezvous.client import Client
@@ -311,6 +311,4 @@ class _Watch:
 
     def _kill(self) -> None:
         """Kill the process, if it is running, and those of its group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill_rank(self._process)

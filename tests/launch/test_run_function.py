@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,35 @@ def test_hosts_may_be_given() -> None:
 def test_too_few_slots_are_an_error() -> None:
     with pytest.raises(ValueError, match="3 ranks were asked for, but there are 2 slots"):
         run(os.getpid, np=3, hosts="localhost:2")
+
+
+def test_a_process_that_outlives_the_launcher_of_mpi_does_not_hold_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(
+        f"#!/bin/sh\n"
+        f'if [ "$1" = --version ]; then echo "HYDRA build details"; exit; fi\n'
+        f"sh -c 'while :; do echo left; sleep 0.1; done' & echo $! > {tmp_path}/left\n"
+        f"echo last; exit 3\n"
+    )
+    launcher.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # beside it
+    failures: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    out, threads, begun = io.StringIO(), set(threading.enumerate()), time.monotonic()
+    try:
+        with contextlib.redirect_stdout(out), pytest.raises(RuntimeError, match="ended with status 3"):
+            run(os.getpid, np=1, use_mpi=True)
+        assert time.monotonic() - begun < 30
+        for thread in set(threading.enumerate()) - threads:
+            thread.join(30)  # of the output, which is closed
+            assert not thread.is_alive()
+    finally:
+        os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+    assert "last\n" in out.getvalue()
+    assert not failures
 
 
 def test_running_from_a_thread_works() -> None:

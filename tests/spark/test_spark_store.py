@@ -176,7 +176,8 @@ def test_an_epoch_whose_history_cannot_be_written_is_in_the_checkpoint(
     (tmp_path / "runs" / "r").mkdir(parents=True)
     (tmp_path / "runs" / "r" / "logs").touch()  # no folder
     run = object.__new__(Run)  # without loaders, which need ranks
-    run.job, run.checkpoint = SimpleNamespace(store=store, run_id="r"), Checkpoint({})  # type: ignore[assignment]
+    run.job = SimpleNamespace(store=store, run_id="r")  # type: ignore[assignment]
+    run.checkpoint = Checkpoint({})
     monkeypatch.setattr(polyhvd, "rank", lambda: 0)
     with pytest.raises(polyhvd.DataError, match=r"history\.json' cannot be written"):
         run.finish_epoch(0, [{"loss": 0.5}], [[1]], lambda: b"weights")

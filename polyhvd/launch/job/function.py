@@ -46,6 +46,7 @@ __all__ = [
     "RESULT",
     "TRACEBACK",
     "in_a_line",
+    "kill_rank",
     "load_error",
     "load_result",
     "main",
@@ -63,6 +64,10 @@ FUNCTION, RESULT, ERROR, TRACEBACK = "run/function", "run/result", "run/error", 
 _PR_SET_PDEATHSIG = 1
 #: How long a rank that has failed tries to send its exception.
 _ERROR_TIMEOUT_S = 10.0
+#: For the last output of a program that has ended: a process that it has left may hold the pipe for ever.
+_OUTPUT_S = 5.0
+#: For the end of a process after SIGKILL, which waits for a file system that does not answer.
+_KILLED_S = 5.0
 _INTERRUPTED_STATUS = 130
 _SECONDS_MAX = 1e6  # as of settings
 
@@ -191,6 +196,20 @@ def start_rank(
     )
 
 
+def kill_rank(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process of :func:`start_rank`, if it is running, and those of its group.
+
+    Waits for its end, but no more than a few seconds.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(_KILLED_S)
+    except subprocess.TimeoutExpired:
+        text = f"polyhvd: process {process.pid} has not ended within {_KILLED_S:g} s of SIGKILL"
+        print(f"{text}; it is left behind", file=sys.stderr, flush=True)
+
+
 def _results(client: Client, size: int) -> list[Any]:
     try:
         values = client.gather(RESULT, size, wait_s=0.0)
@@ -254,17 +273,19 @@ def _run_program(
                 process.wait(grace_s)
             process.kill()
             raise
+        deadline = time.monotonic() + _OUTPUT_S
         for pump in pumps:
-            pump.join()
+            pump.join(max(0.0, deadline - time.monotonic()))
     return status
 
 
 def _pump(pipe: IO[bytes], output: TextIO) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    while data := os.read(pipe.fileno(), 65536):
-        with contextlib.suppress(OSError, ValueError):  # it was closed: the program continues
-            output.write(decoder.decode(data))
-            output.flush()
+    with contextlib.suppress(ValueError):  # the pipe was closed, since the program has ended
+        while data := os.read(pipe.fileno(), 65536):
+            with contextlib.suppress(OSError, ValueError):  # it was closed: the program continues
+                output.write(decoder.decode(data))
+                output.flush()
 
 
 def _elastic(
