@@ -246,13 +246,13 @@ def test_too_few_resources_are_an_error_with_what_was_asked_for_and_what_there_i
 
 
 def test_too_small_a_placement_group_is_an_error_with_its_bundles() -> None:
-    @ray.remote(num_cpus=1)
+    @ray.remote(num_cpus=1)  # which Ray gives to another process while the task waits
     def trial() -> None:
-        RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=2), num_workers=2).start()
+        RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=2), num_workers=3).start()
 
     group = placement_group([{"CPU": 1}, {"CPU": 1}])
     strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
-    words = r"2 workers with 1 CPUs each in the current placement group, within 2 s\. Its bundles: \[\{'CPU'"
+    words = r"3 workers with 1 CPUs each in the current placement group, within 2 s\. Its bundles: \[\{'CPU'"
     try:
         with pytest.raises(TimeoutError, match=words):
             ray.get(trial.options(scheduling_strategy=strategy).remote())
