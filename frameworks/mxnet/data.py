@@ -46,7 +46,10 @@ class Batches(batches.Batches):
         if array.dtype.kind not in "biuf":
             return array
         make = mx.np.array if mx.util.is_np_array() else mx.nd.array
-        return make(array, dtype=array.dtype)
+        try:
+            return make(array, dtype=array.dtype)
+        except KeyError:  # MXNet has no such dtype
+            return array
 
 
 def __dir__() -> list[str]:

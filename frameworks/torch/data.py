@@ -57,9 +57,9 @@ class Batches(batches.Batches):
             array = np.asarray(array)
             if array.dtype.kind not in "biufc":
                 return array
-            # Tensors have no negative strides, and can be written to.
-            usable = array.flags.writeable and min(array.strides, default=0) >= 0
-            array = torch.from_numpy(array if usable else array.copy())
+            # Tensors have no negative strides and the machine's byte order, and can be written to.
+            usable = array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0
+            array = torch.from_numpy(array if usable else array.astype(array.dtype.newbyteorder("="), "C"))
         return array.pin_memory() if self._is_pinned else array
 
 

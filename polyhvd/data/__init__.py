@@ -1,4 +1,4 @@
-"""The data of a job: every sample of an epoch once over all ranks, through any changes of their number.
+"""The data of a job: every sample of an epoch once over all ranks, even if their number changes.
 
 It imports no framework.
 

@@ -54,13 +54,16 @@ class Ahead:
         self._label, self._reading = label, reading
         self._ahead: Prefetch[Made | Task]
         if workers is None:
-            self._ahead = Prefetch(_made(steps, finishing), bytes_max)
+            self._ahead = Prefetch(
+                _made(steps, finishing), bytes_max, is_in_program=lambda: finishing.is_running
+            )
         else:
             self._ahead = Prefetch(
                 _submitted(steps, workers),
                 bytes_max,
                 items_min=workers.count,
                 items_max=_TASKS_MAX * workers.count,
+                is_in_program=lambda: False,
             )
 
     @property
@@ -86,9 +89,9 @@ class Ahead:
         self._number += 1
         return made
 
-    def close(self, *, wait: bool = False) -> bool:
+    def close(self) -> bool:
         """:meth:`Prefetch.close`."""
-        return self._ahead.close(wait=wait)
+        return self._ahead.close()
 
     def ends_within(self, limit_s: float | None) -> bool:
         """:meth:`Prefetch.ends_within`.

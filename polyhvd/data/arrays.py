@@ -69,14 +69,15 @@ class ArrayLoader(Loader):
         streams: int | None = None,
         placement: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        if is_pandas(arrays):
+        if is_pandas(arrays) and hasattr(arrays, "columns"):
             arrays = _of_pandas(arrays)
-        elif hasattr(arrays, "__arrow_c_stream__") or hasattr(arrays, "__arrow_c_array__"):
+        elif _is_arrow(arrays) and not is_pandas(arrays):
             arrays = _of_arrow(arrays)
         if hasattr(arrays, "shape"):
             raise ValueError("arrays is an array; put it into a list: [array]")
         self._names = list(arrays) if isinstance(arrays, Mapping) else None
-        self._arrays = [a if hasattr(a, "shape") else np.asarray(a) for a in self._values(arrays)]
+        values = self._values(arrays)
+        self._arrays = [_array(*item) for item in zip(self._names or range(len(values)), values, strict=True)]
         if not self._arrays or any(len(array.shape) == 0 for array in self._arrays):
             raise ValueError("arrays needs at least one array, and each array at least one row")
         counts = [int(array.shape[0]) for array in self._arrays]
@@ -116,14 +117,29 @@ class ArrayLoader(Loader):
         return Batch(named, indices, weight)
 
 
+def _is_arrow(data: Any) -> bool:
+    return hasattr(data, "__arrow_c_stream__") or hasattr(data, "__arrow_c_array__")
+
+
+def _array(name: Any, values: Any) -> Any:
+    """Values as an array whose indices are the positions of rows, as those of pandas are not."""
+    if is_pandas(values):
+        array = values.to_numpy()
+        is_numpy = isinstance(getattr(values, "dtype", array.dtype), np.dtype) and not array.dtype.hasobject
+        if nulls := 0 if is_numpy else int(np.count_nonzero(values.isna())):
+            raise _nulls(name, f"{nulls} null{'s' * (nulls > 1)}")
+        return array
+    if hasattr(values, "shape"):
+        return values
+    return _of_arrow({str(name): values})[str(name)] if _is_arrow(values) else np.asarray(values)
+
+
 def _of_pandas(frame: Any) -> dict[str, Any]:
     arrays = {}
     for name, (_, column) in zip(frame.columns, frame.items(), strict=True):
         if name in arrays:
             raise ValueError(f"arrays is a DataFrame with two columns {name!r}; rename one of them")
-        array = arrays[name] = column.to_numpy()
-        if array.dtype.hasobject and (nulls := int(column.isna().sum())):
-            raise _nulls(name, f"{nulls} nulls")
+        arrays[name] = _array(name, column)
     return arrays
 
 
@@ -148,7 +164,5 @@ def _of_arrow(data: Any) -> dict[str, Any]:
     return arrays
 
 
-def _nulls(name: str, found: object) -> ValueError:
-    return ValueError(
-        f"arrays is a table whose column {name!r} has {found}; replace them or leave their rows out"
-    )
+def _nulls(name: Any, found: object) -> ValueError:
+    return ValueError(f"column {name!r} of arrays has {found}; replace them or leave their rows out")

@@ -78,7 +78,7 @@ class DiskStore(Store):
                 f"write to; found the mode {stat.filemode(found.st_mode)} and the owner {found.st_uid}; pass "
                 "another folder as cache=pathlib.Path(...)"
             )
-        with self._locked() as total:
+        with suppress(TimeoutError), self._locked() as total:  # the ranks of a host do it one by one
             _write_number(total, self._sweep(bytes_max))
 
     def get(self, key: str) -> memoryview | None:

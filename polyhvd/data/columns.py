@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from polyhvd.data import images
 
-__all__ = ["Column", "NullsError", "arrow_of", "columns_of", "require_pyarrow"]
+__all__ = ["Column", "NullsError", "arrow_of", "columns_of", "described", "require_pyarrow"]
 
 #: In the metadata of a field of type FixedSizeBinary: the shape of a row as a JSON list, and NumPy's name
 #: of its dtype.
@@ -355,8 +355,8 @@ def arrow_of(name: str, values: Any, *, as_bytes: bool) -> tuple[Any, Any]:
         raise ValueError(f"column {name!r} is a single value; expected an array with an entry for each row")
     try:
         if array.ndim == 1:
-            # NumPy's arrays of bytes lose zeros at the end, and Arrow's conversion of them all after a zero.
-            if array.dtype.kind == "S":
+            # NumPy's bytes and strings lose zeros at their end, and Arrow's conversion all after a zero.
+            if array.dtype.kind in "SU":
                 array = np.asarray(values, object)
             column = pa.array(array if array.dtype.kind != "O" else array.tolist())
             return pa.field(name, column.type), column
@@ -377,6 +377,12 @@ def arrow_of(name: str, values: Any, *, as_bytes: bool) -> tuple[Any, Any]:
         raise ValueError(
             f"column {name!r} of dtype {array.dtype} and shape {array.shape} cannot be written: {error}"
         ) from error
+
+
+def described(field: Any) -> str:
+    """The type of a field of an Arrow schema, with shape and dtype of rows that are stored as bytes."""
+    form = {key.decode(): (field.metadata or {}).get(key, b"").decode() for key in (_SHAPE, _DTYPE)}
+    return f"{field.type} with the metadata {form}" if any(form.values()) else str(field.type)
 
 
 def _form_of_bytes(field: Any, width: int) -> tuple[np.dtype[Any], list[int]]:

@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from polyhvd.data import petastorm
 from polyhvd.data.cache import Cache, token
-from polyhvd.data.columns import Column, NullsError, columns_of
+from polyhvd.data.columns import Column, NullsError, columns_of, described
 from polyhvd.data.counting import count
 from polyhvd.data.formats import SUFFIXES, Footer, ParquetFormat, TextFormat, format_by_suffix, format_of
 from polyhvd.data.skips import Skips
@@ -269,6 +270,8 @@ class ParquetFiles:
             first = first.append(pa.field(name, values.type))
         if names is None:
             names = first.names
+            if not names:
+                raise DataError(f"{self.files[0]} has no columns; remove it, or do not name it as a source")
         if isinstance(names, str) or not names:
             raise ValueError(f"columns is {names!r}; expected a list of names, or None for all columns")
         if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -283,10 +286,10 @@ class ParquetFiles:
                         f"{path} has no single column {name!r}; its columns are {', '.join(schema.names)}"
                     )
                 field, wanted = schema.field(name), first.field(name)
-                if not field.equals(wanted) and Column(field).form != Column(wanted).form:
+                if not (field.equals(wanted, check_metadata=True) or _have_one_form(wanted, field)):
                     raise DataError(
-                        f"{path}: column {name!r} has the type {_described(field)}, but "
-                        f"{_described(wanted)} in {self.files[0]}; all files need the same types"
+                        f"{path}: column {name!r} has the type {described(field)}, but "
+                        f"{described(wanted)} in {self.files[0]}; all files need the same types"
                     )
         return pa.schema([first.field(name) for name in names])
 
@@ -303,8 +306,15 @@ class ParquetFiles:
         """The rows of a row group that the filter selects. Where statistics decide, nothing is read."""
         import pyarrow as pa
 
+        def read() -> int:
+            scanner = self._scanner(file, number, [])
+            rows: int = scanner.count_rows()
+            if rows == self._footers[file].groups[number][0] and self._has_filter_of_floats:
+                rows = scanner.to_table().num_rows  # statistics leave out NaN, for which it may be false
+            return rows
+
         try:
-            rows: int = self.files[file].call(lambda: self._scanner(file, number).count_rows())
+            rows: int = self.files[file].call(read)
         except (OSError, pa.ArrowException) as error:
             text = f"{self.files[file]}: row group {number}: filter={self._filter}: {error}"
             if self.skips is None or is_unanswered(error):
@@ -313,7 +323,21 @@ class ParquetFiles:
             return 0
         return rows
 
-    def _scanner(self, file: int, number: int, names: list[str] | None = None) -> Any:
+    @cached_property
+    def _has_filter_of_floats(self) -> bool:
+        """Whether the filter needs columns of floating point numbers, or such that may contain them."""
+        import pyarrow as pa
+        from pyarrow import dataset, types
+
+        fields = [*self._footers[0].schema, *(pa.field(k, v.type) for k, v in self._partitions.items())]
+        others = [f for f in fields if not (types.is_floating(f.type) or types.is_nested(f.type))]
+        try:
+            dataset.dataset(pa.schema(others).empty_table()).scanner(filter=self._filter)
+        except pa.ArrowInvalid:  # it names another column
+            return True
+        return False
+
+    def _scanner(self, file: int, number: int, names: list[str]) -> Any:
         """Selects rows by the filter, which may also be one of partitions."""
         import pyarrow as pa
         import pyarrow.compute
@@ -462,15 +486,21 @@ class ParquetFiles:
             ) from error
 
 
+def _have_one_form(first: Any, other: Any) -> bool:
+    """Return whether rows of two fields become the same arrays; raises ValueError if the first cannot."""
+    if first.equals(other) and described(first) == described(other):
+        return True
+    form = Column(first).form
+    try:
+        return Column(other).form == form
+    except ValueError:
+        return False
+
+
 def _changed(file: StoredFile) -> DataError:
     return DataError(
         f"{file} has changed since the loader was made; files must not change while they are read"
     )
-
-
-def _described(field: Any) -> str:
-    metadata = {key.decode(): value.decode() for key, value in (field.metadata or {}).items()}
-    return f"{field.type} with the metadata {metadata}" if metadata else str(field.type)
 
 
 def _forget_in_child() -> None:

@@ -64,6 +64,8 @@ class Finishing:
         self._files = [str(file) for file in files.files]
         self._ends = np.cumsum([group.rows for group in files.groups])
         self._groups = np.asarray([(group.file, group.number) for group in files.groups]).reshape(-1, 2)
+        #: Whether a batch is being made, which may be by functions of the program.
+        self.is_running = False
 
     @property
     def is_trivial(self) -> bool:
@@ -83,9 +85,16 @@ class Finishing:
 
         Raises:
             DataError: a row cannot be decoded; the error names file, row group, row and column.
-            ValueError: ``transform`` has returned None.
+            ValueError: ``transform`` has returned no arrays.
             Exception: what ``transform`` or a function of ``decode=`` has raised.
         """
+        self.is_running = True
+        try:
+            return self._made(arrays, indices, weight)
+        finally:
+            self.is_running = False
+
+    def _made(self, arrays: _Arrays, indices: Indices, weight: float) -> Made:
         left_out: list[tuple[str, str]] = []
         decoded, is_good = self._decoded(arrays, indices, left_out)
         if not is_good.all():
@@ -100,8 +109,8 @@ class Finishing:
         loaded: Any = dict(zip(names, finished, strict=True))
         if self._transform is not None:
             loaded = self._transform(loaded)
-            if loaded is None:
-                raise ValueError("transform returned None; expected a mapping or a sequence of arrays")
+            if not hasattr(loaded, "__getitem__"):  # such as None or a generator, which could be read once
+                raise ValueError(f"transform returned {loaded!r}; expected a mapping or a sequence of arrays")
             values = loaded.values() if isinstance(loaded, Mapping) else loaded
             size = max(size, sum(getattr(value, "nbytes", 0) for value in values))
         return Made(loaded, indices, weight, size, left_out)

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from polyhvd.data.storage import Storage, StoredFile
 from polyhvd.errors import DataError
 
@@ -239,11 +241,7 @@ class TextFormat(Format):
     """Lines of text, cut into blocks whose rows are counted by parsing each of them once."""
 
     def footer(self, storage: Storage, path: str, size: int | None) -> Footer:
-        """Cut the text into blocks, and parse each for its rows and types.
-
-        Raises:
-            DataError: an integer is too large for int64.
-        """
+        """Cut the text into blocks, and parse each for its rows and types."""
         import pyarrow as pa
 
         bounds, rows, schemas, begin = [], [], [], 0
@@ -265,7 +263,10 @@ class TextFormat(Format):
                             )
                         if value is not None:
                             large.setdefault(name, value)
-        schema = pa.unify_schemas(schemas, promote_options="permissive") if schemas else pa.schema([])
+        try:
+            schema = pa.unify_schemas(schemas, promote_options="permissive") if schemas else pa.schema([])
+        except pa.ArrowException as error:
+            raise pa.ArrowInvalid(f"{error}; {self._type_cure}") from error
         return _TextFooter(schema, rows, bounds, large)
 
     def checksum(self, storage: Storage, path: str, footer: Footer) -> int:
@@ -304,7 +305,8 @@ class TextFormat(Format):
                 joined = pa.unify_schemas([joined, footer.schema], promote_options="permissive")
             except pa.ArrowException as error:
                 raise DataError(
-                    f"{file}: its columns have other types than those of {files[0]}: {error}"
+                    f"{file}: its columns have other types than those of {files[0]}: {error}; "
+                    f"{self._type_cure}"
                 ) from error
         for file, footer in zip(files, footers, strict=True):
             for name, value in footer.large.items():
@@ -319,6 +321,7 @@ class TextFormat(Format):
 
     _may_lack_columns = False
     _cure = "write them as strings, or the whole column with a decimal point if it may be rounded"
+    _type_cure = "write all values of a column with the same type"
     groups = "blocks"
 
     def _blocks(self, source: Any) -> Iterator[bytes]:
@@ -375,18 +378,25 @@ class _CsvFormat(TextFormat):
             self._convert = {name: getattr(convert, name) for name in known}
         options = ("delimiter", "quote_char", "double_quote", "escape_char", "ignore_empty_lines")
         self._parse = {name: getattr(given, name) for name in options}
+        self._quote = (self._parse["quote_char"] or "").encode()
+        self._delimiter = self._parse["delimiter"].encode()
 
     def _last_end(self, text: bytes) -> int:
         if self._parse["escape_char"]:
             return 0  # the file is one block
-        end = text.rfind(b"\n")
-        if quote := (self._parse["quote_char"] or "").encode():
-            open_quotes = text.count(quote, 0, end + 1)
-            while end >= 0 and open_quotes % 2:
-                before = text.rfind(b"\n", 0, end)
-                open_quotes -= text.count(quote, before + 1, end)
-                end = before
-        return end + 1
+        if not self._quote or self._quote not in text:
+            return text.rfind(b"\n") + 1
+        data = np.frombuffer(text, np.uint8)
+        marks = np.flatnonzero(data == ord(self._quote))
+        doubled = self._quote if self._parse["double_quote"] else b""
+        begins = marks[::2][int(marks[0] == 0) :]
+        if not np.isin(data[begins - 1], list(self._delimiter + b"\r\n" + doubled)).all():
+            # Unquoted fields have quotes, too.
+            found = _quoted_parts(self._delimiter, self._quote, bool(doubled)).finditer(text)
+            marks = np.asarray([(each.start(), each.end() - 1) for each in found], np.int64).reshape(-1)
+        ends = np.flatnonzero(data == ord("\n"))
+        outside = ends[np.searchsorted(marks, ends) % 2 == 0]
+        return int(outside[-1]) + 1 if len(outside) else 0
 
     def _parsed(self, block: bytes, header: list[str] | None, schema: Any = None) -> Any:
         import pyarrow as pa
@@ -411,10 +421,18 @@ class _CsvFormat(TextFormat):
         column = self._parsed(block, header, pa.schema([(name, pa.string())])).column(name)
         return (int(text) for text in column.to_pylist() if text and _INTEGER.fullmatch(text))
 
-    _cure = (
-        "pass format=pyarrow.dataset.CsvFileFormat(...) with ConvertOptions(column_types=...) for this "
-        "column, such as uint64, string, or float64 if it may be rounded"
+    _type_cure = (
+        "pass format=pyarrow.dataset.CsvFileFormat(...) with ConvertOptions(column_types=...) for this column"
     )
+    _cure = f"{_type_cure}, such as uint64, string, or float64 if it may be rounded"
+
+
+def _quoted_parts(delimiter: bytes, quote: bytes, is_doubled: bool) -> re.Pattern[bytes]:
+    """Match the quoted parts of fields, as pyarrow finds them. The last one of a text may not be closed."""
+    delimiter, quote = re.escape(delimiter), re.escape(quote)
+    text = rb"[^%b]*" % quote
+    doubled = rb"(?:%b%b%b)*" % (quote, quote, text) if is_doubled else b""
+    return re.compile(rb"(?<![^%b\r\n])%b%b%b(?:%b|\Z)" % (delimiter, quote, text, doubled, quote))
 
 
 class _TsvFormat(_CsvFormat):

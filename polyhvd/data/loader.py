@@ -99,7 +99,7 @@ class Loader(Position, ABC):
                 place = self._place()
                 step = self._next(self._cursor, place)
                 if step is None:
-                    self._report_no_step(place)
+                    self._report_no_step(self._cursor, place)
                     self._require_agreement(at_end=True)
                     self._used = True
                     return

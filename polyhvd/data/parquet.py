@@ -13,7 +13,7 @@ import numpy.typing as npt
 from polyhvd.data.agreement import Agreement
 from polyhvd.data.ahead import Ahead
 from polyhvd.data.cache import cache_of
-from polyhvd.data.columns import require_pyarrow
+from polyhvd.data.columns import described, require_pyarrow
 from polyhvd.data.files import ParquetFiles
 from polyhvd.data.finishing import Finishing, StandIn
 from polyhvd.data.loader import Batch, Loader
@@ -218,7 +218,7 @@ class FileLoader(Loader):
         """The files and columns, and what all loaders have."""
         return {
             "column": {
-                field.name: f"{field.type}{', decoded' * (column.decoder is not None)}"
+                field.name: f"{described(field)}{', decoded' * (column.decoder is not None)}"
                 for field, column in zip(self.schema, self._files.columns, strict=True)
             },
             "expression": {"filter": self._files.filter_text},

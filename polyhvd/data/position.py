@@ -309,7 +309,7 @@ class Position:
         while True:
             step = self._next(cursor, place)
             if step is None:
-                self._report_no_step(place)
+                self._report_no_step(cursor, place)
                 is_done = not self._under_way and cursor == self._cursor
                 self._used |= is_done and (self._iteration, self._moves) == (own, moves)
                 return
@@ -336,9 +336,9 @@ class Position:
                 f"{now.size} now: begin a new iteration over the data loader"
             )
 
-    def _report_no_step(self, place: Place) -> None:
+    def _report_no_step(self, cursor: int, place: Place) -> None:
         """Warn once of an epoch that has no step, which a loop over it would not show."""
-        if self._cursor or self._has_warned:
+        if cursor or self._has_warned:
             return
         self._has_warned = True
         rows = self._order.total

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeVar
 
-from polyhvd.data.waiting import wait_for
+from polyhvd.data.waiting import LOOK_S, wait_for
 
 __all__ = ["Prefetch"]
 
 T = TypeVar("T")
 
-_LAST_ITEM_S = 5.0  # how long the end of a loop or of the program waits for the item that is being made
+_LOG = logging.getLogger("polyhvd")
+_LAST_ITEM_S = 5.0  # how long the end of a loop waits for the item that is being made
+#: How much longer the end of the program waits for a function of the program. While Python is finalized, it
+#: ends threads that return to it, which aborts the process if they come from C++ code such as PyTorch's.
+_EXIT_S = 25.0
 _FRAMES = 6  # of the thread, in reports
 
 
@@ -25,13 +31,15 @@ class Prefetch(Generic[T]):
     """Runs an iterator in a separate thread, and returns its items in order.
 
     The thread ends with the iterator, at :meth:`close`, or when the program ends, whichever comes first. The
-    end of the program waits a few seconds for the item that it is working on.
+    end of the program waits a few seconds for the item that it is working on, and for the program's functions
+    up to half a minute.
 
     Args:
         items: yields the number of bytes of each item, and the item. Only the thread uses it.
         bytes_max: the thread waits while so many bytes of items have not been taken.
         items_min: so many items may always be ahead, however large they are.
         items_max: and so many at most, however small.
+        is_in_program: returns whether the thread may be within a function of the program.
 
     Example::
 
@@ -47,10 +55,12 @@ class Prefetch(Generic[T]):
         *,
         items_min: int = 1,
         items_max: int = sys.maxsize,
+        is_in_program: Callable[[], bool] = lambda: True,
     ) -> None:
         self._items = items
         self._bytes_max = bytes_max
         self._items_min, self._items_max = items_min, items_max
+        self._is_in_program = is_in_program
         self._changed = threading.Condition()
         self._ready: deque[tuple[int, T]] = deque()
         self._bytes = 0
@@ -61,7 +71,7 @@ class Prefetch(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="polyhvd-data", daemon=True)
         # A daemon thread does not delay the end of the program, but the interpreter must not be finalized
         # under it.
-        atexit.register(self.close)
+        atexit.register(self._end_with_program)
         self._thread.start()
 
     @property
@@ -116,11 +126,24 @@ class Prefetch(Generic[T]):
         if self._process != os.getpid():
             return True
         if self._thread is not threading.current_thread():
-            self._thread.join(limit_s)
-            if self._thread.is_alive():
-                return False
-        atexit.unregister(self.close)
+            deadline = time.monotonic() + (float("inf") if limit_s is None else limit_s)
+            while self._thread.is_alive():
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._thread.join(min(left_s, LOOK_S))
+        atexit.unregister(self._end_with_program)
         return True
+
+    def _end_with_program(self) -> None:
+        if self.close() or not self._is_in_program():
+            return
+        _LOG.warning(
+            "data: the program ends; it waits up to %g s for the thread that makes batches, which is at:\n%s",
+            _EXIT_S,
+            self.where(),
+        )
+        self.ends_within(_EXIT_S)
 
     def _run(self) -> None:
         try:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from polyhvd.data.columns import arrow_of, require_pyarrow
+from polyhvd.data.columns import arrow_of, described, require_pyarrow
 from polyhvd.data.order import at_least
 from polyhvd.data.storage import Storage, storage_of
 
@@ -137,7 +137,9 @@ def _tables(data: Any, *, as_bytes: bool) -> Iterator[Any]:
     schema = None
     for number, part in enumerate(_parts(data)):
         table = _table(part, as_bytes=as_bytes)
-        if schema is not None and not table.schema.equals(schema, check_metadata=False):
+        if schema is not None and not (
+            table.schema.equals(schema, check_metadata=False) and _listed(table.schema) == _listed(schema)
+        ):
             raise ValueError(
                 f"part {number} of the data has the columns {_listed(table.schema)}, but part 0 "
                 f"{_listed(schema)}; all parts need the same"
@@ -231,4 +233,4 @@ def _repetitive(schema: Any) -> list[str]:
 
 
 def _listed(schema: Any) -> str:
-    return ", ".join(f"{field.name} {field.type}" for field in schema)
+    return ", ".join(f"{field.name} {described(field)}" for field in schema)

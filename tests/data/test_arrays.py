@@ -285,7 +285,7 @@ def test_tables_with_nulls_equal_names_or_other_types_are_refused() -> None:
     pa = pytest.importorskip("pyarrow")
     one = pa.array([1])
     for table, message in (
-        (pa.table({"x": pa.array([1, None])}), "a table whose column 'x' has 1 null in row 1; replace them"),
+        (pa.table({"x": pa.array([1, None])}), "column 'x' of arrays has 1 null in row 1; replace them"),
         (pa.table([one, one], ["x", "x"]), "a table with two columns 'x'; rename"),
         (pa.table({"x": pa.array([{"a": 1}])}), "column 'x' has the type struct<.*; leave it out"),
     ):
@@ -301,12 +301,35 @@ def test_columns_of_pandas_are_arrays_that_share_its_memory() -> None:
     for batch in loader:
         assert batch["y"].tolist() == (batch["x"] / 2).tolist()
         assert batch["s"].tolist() == ["abcdefghi"[n] for n in batch["x"]]
-    with pytest.raises(ValueError, match="a table whose column 's' has 1 nulls"):
+    with pytest.raises(ValueError, match="column 's' of arrays has 1 null;"):
         ArrayLoader(pd.DataFrame({"s": ["a", None]}), 1)
     with pytest.raises(ValueError, match="a DataFrame with two columns 'x'"):
         ArrayLoader(pd.DataFrame([[1, 2]], columns=["x", "x"]), 1)
     nullable = ArrayLoader(pd.DataFrame({"x": pd.array([1, 2], "Int64")}), 1, placement=lambda: (0, 1))
     assert sorted(int(batch["x"][0]) for batch in nullable) == [1, 2]
+
+
+def test_rows_of_pandas_are_those_at_a_position_and_not_those_of_a_label() -> None:
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"x": np.arange(9), "y": np.arange(9) / 2})[::-1]
+    (batch,) = ArrayLoader([np.arange(9), frame["x"], frame], 9, placement=lambda: (0, 1))
+    numbers, x, both = batch
+    assert x.tolist() == (8 - numbers).tolist()
+    assert both.tolist() == [[n, n / 2] for n in x.tolist()]
+    with pytest.raises(ValueError, match="arrays is an array; put it into a list"):
+        ArrayLoader(frame["x"], 1)
+    with pytest.raises(ValueError, match="column 1 of arrays has 1 null;"):
+        ArrayLoader([np.arange(2), pd.Series([1, None], dtype="Int64")], 1)
+
+
+def test_arrays_of_arrow_become_arrays() -> None:
+    pa = pytest.importorskip("pyarrow")
+    large = [2**60 + 1, 5]
+    for array in (pa.array(large), pa.chunked_array([large])):
+        (batch,) = ArrayLoader({"x": array}, 2, shuffle=False, placement=lambda: (0, 1))
+        assert batch["x"].tolist() == large
+    with pytest.raises(ValueError, match="column '0' of arrays has 1 null in row 1;"):
+        ArrayLoader([pa.array([2**60 + 1, None])], 1)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

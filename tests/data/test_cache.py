@@ -272,6 +272,7 @@ def test_lock_that_another_process_keeps_is_an_error_after_seconds_and_then_not_
         with pytest.raises(TimeoutError, match="another process holds"):
             store.put(KEYS[0], memoryview(b"data"))
         store.put(KEYS[0], memoryview(b"data"))  # at once, without another attempt
+        assert DiskStore(tmp_path, 10000).get(KEYS[0]) is None
         process.kill()
     assert store.get(KEYS[0]) is None
     monkeypatch.setattr(store, "_paused_until", time.monotonic())  # later

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from depth import repeats  # tests/harness, on the path by tests/conftest.py
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import csv, dataset, feather, ipc
 
@@ -127,8 +127,19 @@ def test_types_of_text_are_those_of_all_blocks_and_files(tmp_path: Path) -> None
     assert batch["a"].tolist() == [1.0] * 200 + [2.5, 3.0]
     assert batch["b"].tolist() == [0] * 200 + [7, 8]
     (tmp_path / "2.csv").write_text("a,b\nword,2\n")
-    with pytest.raises(DataError, match=r"2.csv: its columns have other types than those of .*0.csv: .* a "):
+    with pytest.raises(DataError, match=r"2.csv: its columns have other types .*0.csv: .* a .*column_types"):
         loader_of(tmp_path)
+    (tmp_path / "3.csv").write_text("a,b\n" + "1,\n" * 200 + "word,7\n")
+    with pytest.raises(DataError, match=r"3.csv cannot be read as a CSV file: .* a .*column_types"):
+        loader_of(tmp_path / "3.csv")
+
+
+def test_empty_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "0.csv").write_text("")
+    (tmp_path / "1.csv").write_text("a\n1\n")
+    for names in (["0.csv", "1.csv"], ["1.csv", "0.csv"]):
+        with pytest.raises(DataError, match=r"0\.csv has no (columns|single column 'a')"):
+            loader_of([tmp_path / name for name in names])
 
 
 def test_objects_of_json_may_lack_fields(tmp_path: Path) -> None:
@@ -239,6 +250,38 @@ def test_blocks_of_text_have_the_rows_of_the_whole_file(
         (batch,) = loader_of(path, batch_size=len(rows), shuffle=False)
     assert batch["name"].tolist() == list(names)
     assert batch["number"].tolist() == list(numbers)
+
+
+#: Fields as CSV files have them: with quotes within, quoted, and with text after the quoted part.
+_FIELD = st.one_of(
+    st.text('x"', max_size=4).map(lambda text: f"n{text}"),
+    st.text('x,\r\n"', max_size=4).map(lambda text: '"n{}"'.format(text.replace('"', '""'))),
+    st.tuples(st.text("x,\n", max_size=3), st.text('x"', max_size=3)).map('"n{0[0]}"x{0[1]}'.format),
+)
+
+
+@given(
+    rows=st.lists(st.tuples(_FIELD, _FIELD), min_size=1, max_size=20),
+    block_bytes=st.integers(1, 90),
+    doubled=st.booleans(),
+)
+@example(rows=[("a", '5" screen'), ("b", '"n\nx,y"')], block_bytes=90, doubled=True)
+@settings(max_examples=repeats(60, 600), deadline=None)
+def test_blocks_of_csv_have_the_rows_of_the_whole_file_wherever_quotes_are(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], block_bytes: int, doubled: bool
+) -> None:
+    path = tmp_path_factory.mktemp("files") / "x.csv"
+    path.write_text("".join(",".join(row) + "\n" for row in [("a", "b"), *rows]))
+    parse = {"double_quote": doubled, "newlines_in_values": True}
+    try:
+        whole = csv.read_csv(path, parse_options=csv.ParseOptions(**parse))
+    except pa.ArrowInvalid:  # without doubled quotes some fields end early
+        assume(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "_BLOCK_BYTES", block_bytes)
+        format = dataset.CsvFileFormat(csv.ParseOptions(**parse))
+        (batch,) = loader_of(path, format=format, batch_size=100, shuffle=False)
+    assert {name: batch[name].tolist() for name in "ab"} == whole.to_pydict()
 
 
 # Large integers

@@ -7,6 +7,7 @@ from typing import Any
 
 import batches_cases as cases
 import mxnet as mx
+import numpy as np
 import polyhvd.mxnet as hvd
 import pytest
 from polyhvd.mxnet.data import Batches
@@ -48,12 +49,14 @@ def test_elastic_train_counts_each_row_once(tmp_path: Path) -> None:
     cases.elastic_train_counts_each_row_once(hvd.elastic, Batches, loader, numpy_of)
 
 
-def test_strings_stay_arrays_of_numpy(tmp_path: Path) -> None:
+def test_strings_and_dtypes_that_mxnet_lacks_stay_arrays_of_numpy(tmp_path: Path) -> None:
     def change(batch: dict[str, Any]) -> Any:
-        return {"text": batch["y"].astype(str)}
+        return {"text": batch["y"].astype(str), "number": batch["y"].astype(np.uint32)}
 
     for batch in Batches(cases.make_loader("files", tmp_path, transform=change)):
         assert batch["text"].tolist() == [str(index) for index in batch.indices]
+        assert batch["number"].dtype == np.uint32
+        assert batch["number"].tolist() == batch.indices.tolist()
 
 
 def test_arrays_are_those_of_mx_np_where_it_is_used(tmp_path: Path) -> None:

@@ -448,6 +448,14 @@ def test_epoch_without_a_step_is_reported_once(
     assert f"ParquetLoader: the epoch has no step: there are {cause}" in record.getMessage()
 
 
+def test_filter_leaves_out_nan_which_statistics_do_not_have(tmp_path: Path) -> None:
+    write_parquet({"x": np.array([1, 2, np.nan, 3]), "y": np.arange(4)}, tmp_path / "x.parquet")
+    for chosen in (pc.field("x") <= 5, (pc.field("y") >= 0) & (pc.field("x") > 0)):
+        (batch,) = loader_of(tmp_path, filter=chosen, shuffle=False)
+        assert batch["y"].tolist() == [0, 1, 3]
+    assert not loader_of(tmp_path, filter=pc.field("y") >= 0)._files._has_filter_of_floats
+
+
 def test_filter_leaves_rows_out(tmp_path: Path) -> None:
     folder = written(tmp_path, [[9] * 5, [4] * 5])
     loader = loader_of(folder, columns=["name"], filter=(pc.field("x") >= 7) & (pc.field("x") < 47))
@@ -652,9 +660,10 @@ def test_iteration_that_has_failed_does_not_seem_to_be_at_its_end(tmp_path: Path
         loader._workers.close()
 
 
-def test_transform_that_returns_nothing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="transform returned None; expected a mapping or a sequence of"):
-        list(loader_of(written(tmp_path, [[9]]), transform=lambda batch: None))
+@pytest.mark.parametrize("result", [None, 3, iter([np.arange(9)])])
+def test_transform_that_returns_no_arrays_is_an_error(tmp_path: Path, result: Any) -> None:
+    with pytest.raises(ValueError, match=r"transform returned .*; expected a mapping or a sequence of"):
+        list(loader_of(written(tmp_path, [[9]]), transform=lambda batch: result))
 
 
 def test_folder_that_cannot_be_listed_is_an_error_unless_it_is_left_out(
@@ -834,6 +843,11 @@ def test_column_that_cannot_be_an_array_is_refused(tmp_path: Path, type_: Any) -
             ["0000.parquet", "other.parquet"],
             "other.parquet: column 'x' has the type double, but int64 in 0000",
         ),
+        (["0000.parquet", "struct.parquet"], r"struct.parquet: column 'x' has the type struct<.*, but int64"),
+        (
+            ["float.parquet", "int.parquet"],
+            "int.parquet: column 'x' has the type .* 'dtype': 'int32'}, but .* 'dtype': 'float32'} in float",
+        ),
         (["0000.parquet", "lacks.parquet"], "lacks.parquet has no single column 'name'; its columns are x"),
     ],
 )
@@ -846,6 +860,9 @@ def test_bad_files_are_named(
     Path("truncated.parquet").write_bytes(Path("0000.parquet").read_bytes()[:-20])
     write_parquet({"x": [1.5], "name": ["a"]}, "other.parquet")
     write_parquet({"x": [1]}, "lacks.parquet")
+    write_parquet({"x": [{"y": 1}], "name": ["a"]}, "struct.parquet")
+    for dtype in ("float32", "int32"):
+        write_parquet({"x": np.zeros((1, 2), dtype)}, f"{dtype.rstrip('32')}.parquet")
     with pytest.raises(DataError, match=message):
         loader_of(name)
 

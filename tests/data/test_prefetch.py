@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -92,6 +94,41 @@ def test_close_waits_a_limited_time_for_an_item_unless_it_is_to_wait(monkeypatch
     assert not ahead.is_usable
     threading.Timer(0.1, ended.set).start()
     assert ahead.close(wait=True)
+
+
+#: The item is made when the end of the program already waits longer for it than the end of a loop does.
+ENDING = """
+import logging, threading
+from polyhvd.data import prefetch
+
+prefetch._LAST_ITEM_S = 0.01
+begun, warned = threading.Event(), threading.Event()
+
+class Warned(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage())
+        warned.set()
+
+logging.getLogger("polyhvd").addHandler(Warned())
+
+def items():
+    begun.set()
+    warned.wait()
+    print("made")
+    yield 1, 1
+
+ahead = prefetch.Prefetch(items(), 1)
+begun.wait()
+"""
+
+
+def test_program_does_not_end_under_a_thread_that_makes_an_item() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    warning, *_, last = done.stdout.splitlines()
+    assert warning.startswith("data: the program ends; it waits up to 25 s for the thread that makes batches")
+    assert ", in items" in done.stdout
+    assert last == "made"
 
 
 def test_forked_child_knows_that_it_has_no_thread() -> None:

@@ -64,11 +64,13 @@ def test_tensors_share_the_memory_of_the_arrays(tmp_path: Path) -> None:
 def test_arrays_that_cannot_be_shared_are_copied(tmp_path: Path) -> None:
     def change(batch: dict[str, Any]) -> Any:
         constant = np.broadcast_to(np.float32(3), (len(batch["y"]),))
-        return {"reversed": batch["x"][:, ::-1], "constant": constant, "text": batch["y"].astype(str)}
+        swapped, text = batch["y"].astype(">i8"), batch["y"].astype(str)
+        return {"reversed": batch["x"][:, ::-1], "constant": constant, "swapped": swapped, "text": text}
 
     for batch in Batches(cases.make_loader("files", tmp_path, transform=change), pin_memory=True):
         assert batch["reversed"].tolist() == cases.COLUMNS["x"][batch.indices][:, ::-1].tolist()
         assert set(batch["constant"].tolist()) == {3.0}
+        assert batch["swapped"].tolist() == batch.indices.tolist()
         assert batch["text"].tolist() == [str(index) for index in batch.indices]
 
 

@@ -34,10 +34,12 @@ def test_row_groups_have_the_given_size_however_the_rows_come(tmp_path: Path, si
     assert parquet.read_table(path)["x"].to_pylist() == list(range(10))
 
 
-def test_bytes_are_written_with_their_zeros(tmp_path: Path) -> None:
+def test_bytes_and_strings_are_written_with_their_zeros(tmp_path: Path) -> None:
     values = [b"a\0b", b"a\0", b"", b"\0\0"]
-    write_parquet({"x": values}, tmp_path / "x.parquet")
-    assert parquet.read_table(tmp_path / "x.parquet")["x"].to_pylist() == values
+    write_parquet({"x": values, "y": np.array(["a\0b", "é", "", "\0c"])}, tmp_path / "x.parquet")
+    table = parquet.read_table(tmp_path / "x.parquet")
+    assert table["x"].to_pylist() == values
+    assert table["y"].to_pylist() == ["a\0b", "é", "", "\0c"]
 
 
 def test_a_part_may_have_the_memory_of_the_one_before(tmp_path: Path) -> None:
@@ -136,6 +138,11 @@ def test_failed_write_leaves_the_former_file_and_nothing_else(tmp_path: Path) ->
         ({"x": np.zeros((2, 2), object)}, {}, "rows that are arrays have to have numbers"),
         ([{"x": [1]}, {"x": [1.5]}], {}, "part 1 of the data has the columns x double, but part 0 x int64"),
         ([{"x": [1]}, {"y": [1]}], {}, "part 1 of the data has the columns y int64, but part 0 x int64"),
+        (
+            [{"x": np.zeros((1, 2), dtype)} for dtype in ("float32", "int32")],
+            {},
+            "part 1 of the data has the columns x fixed_size_binary.* 'int32'}, but part 0 x .* 'float32'}",
+        ),
         ({"x": [1]}, {"rows_per_group": 0}, "rows_per_group is 0"),
         ({"x": [1]}, {"arrays_as": "list"}, "arrays_as is 'list'"),
     ],
