@@ -85,7 +85,8 @@ def run(
         RuntimeError: a rank was killed, has called ``sys.exit()``, or failed with an exception that cannot be
             pickled; the message names the rank and ends with its traceback.
         KeyboardInterrupt: Ctrl-C in the main thread, after the ranks have ended.
-        ValueError: the hosts or their slots cannot be used, or an argument is refused.
+        ValueError: the hosts or their slots cannot be used, or an argument is refused; or the function with
+            its arguments, or the result of a rank, is larger than 256 MiB when pickled.
         TypeError: ``func`` cannot be called, an argument is of another type, or ``func`` and its arguments
             cannot be pickled; nothing was started.
         OSError: hosts cannot take part, and nothing was started; the message is a table of them.

@@ -169,8 +169,8 @@ def _check_single_rank(*, met_by_mpi: bool) -> None:
     for other in others:
         if other.provider is not MPI and (other.claim.rank or (other.claim.size or 1) > 1):
             raise ConfigError(
-                f"init(): MPI has started only this process, but {other}. Leave out what asks for MPI "
-                "(POLYHVD_CONTROLLER, POLYHVD_BACKENDS), or set POLYHVD_ALONE=1 for a world of one rank"
+                f"init(): MPI has started only this process, but {other}. Remove the setting that requests "
+                "MPI (POLYHVD_CONTROLLER, POLYHVD_BACKENDS), or set POLYHVD_ALONE=1 for a world of one rank"
             )
     foreign = foreign_launch(os.environ, met_by_mpi=met_by_mpi)
     if foreign is None:

@@ -1,6 +1,6 @@
 """Drives many handshakes at once, incoming and outgoing, on the caller's thread.
 
-Strangers are dropped after a bounded wait, and no number of them keeps a rank from getting in.
+Unauthenticated peers are dropped after a time limit; however many there are, ranks can still connect.
 Nothing beyond the handshake is read, so sockets can be handed on as they are.
 """
 

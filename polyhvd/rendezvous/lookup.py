@@ -1,4 +1,4 @@
-"""A host's addresses by its name, for whoever has other things to do while a resolver is silent.
+"""Resolves a host name in the background, so that the caller can continue while name servers do not answer.
 
 ``getaddrinfo`` cannot be interrupted, and takes up to 40 s where name servers do not answer.
 """

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import secrets
-import select
 import socket
 import stat
 import time
@@ -232,7 +231,7 @@ class UnixMeetingPoint(MeetingPoint):
             while (values := store.take(request)) is None:
                 if time.monotonic() >= deadline + _GRACE_S:
                     raise StoreError("rank 0 does not answer: it is stopped")
-                select.select([store], [], [], _TICK_S)
+                network.await_ready([store.fileno()], _TICK_S)
             store.secret = values[0]
         except BaseException:
             store.close()
@@ -328,7 +327,8 @@ class FileMeetingPoint(MeetingPoint):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = folder.stat()
         except OSError as error:
-            raise StoreError(f"{folder}: {error.strerror}; POLYHVD_SHARED_DIR names another folder") from None
+            cure = "set POLYHVD_SHARED_DIR to another folder"
+            raise StoreError(f"{folder}: {error.strerror}; {cure}") from None
         if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise StoreError(
                 f"{folder}: others may write there (owner {found.st_uid}, mode "

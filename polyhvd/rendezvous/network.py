@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import ipaddress
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ __all__ = [
     "address_for",
     "address_of",
     "address_towards",
+    "await_ready",
     "endpoint_text",
     "give_up_after",
     "has_route",
@@ -83,6 +85,22 @@ def abstract_listeners(prefix: str) -> list[tuple[str, int, int]]:
                 connection.connect(f"\0{name}")
                 found.append((f"\0{name}", *peer(connection)))
     return found
+
+
+def await_ready(descriptors: Iterable[int], timeout_s: float | None, events: int = select.POLLIN) -> bool:
+    """Wait until one of several descriptors is ready, or has failed; return whether one is.
+
+    select.select() would refuse a descriptor above 1023, such as a process with many open files has.
+
+    Args:
+        descriptors: to wait for.
+        timeout_s: for which to wait; None: without a limit.
+        events: as of :mod:`select`.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, events)
+    return bool(poll.poll(None if timeout_s is None else max(0.0, 1000 * timeout_s)))
 
 
 def tune(connection: socket.socket) -> None:

@@ -105,6 +105,10 @@ class Server:
         """Write a value, unless there is one; from any thread, and without waiting for it."""
         self._submit(lambda: self._put(None, scope, index, value, own=False))
 
+    def values(self, scope: str) -> dict[int, bytes]:
+        """The values of a scope that have arrived, by index; from any thread."""
+        return dict(self._values.scopes.get(scope, {}))  # copied in one step, while another thread may write
+
     def drop(self, prefix: str, *, waiters: bool = False) -> None:
         """Forget the values of all scopes that begin so; from any thread.
 

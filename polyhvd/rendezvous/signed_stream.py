@@ -65,7 +65,7 @@ class TamperedError(OSError):
 def tampered(sender: str, receiver: str, error: OSError) -> str:
     """The error text for a connection whose bytes were tampered with."""
     return (
-        f"what {sender} sent to {receiver} was changed, replayed or lost on its way: {error}; look at the "
+        f"what {sender} sent to {receiver} was changed, replayed or lost in transit: {error}; look at the "
         "network between them"
     )
 

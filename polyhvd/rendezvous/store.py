@@ -1,4 +1,4 @@
-"""Where the ranks of a job leave each other word, as an interface.
+"""Interface of the store through which the ranks of a job exchange values.
 
 Values are bytes under (scope, index), written once: the first writer wins. A *gather* waits for indices
 0 .. count-1 of a scope. gloo's ``rendezvous/store.h`` has the same idea.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import abc
 import hashlib
-import select
 from collections.abc import Sequence
 from typing import TypeVar
+
+from polyhvd.rendezvous import network
 
 __all__ = [
     "COUNT_MAX",
@@ -140,7 +141,7 @@ class Store(abc.ABC):
     def pause(self) -> None:
         """Return when :meth:`take` is worth another call."""
         descriptor = self.fileno()
-        select.select([descriptor] if descriptor >= 0 else [], [], [], min(self.poll_s, _PAUSE_S_MAX))
+        network.await_ready([descriptor] if descriptor >= 0 else [], min(self.poll_s, _PAUSE_S_MAX))
 
 
 def job_name(place: str, secret: bytes) -> str:

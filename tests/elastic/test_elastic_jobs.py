@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import time
 from pathlib import Path
@@ -550,6 +551,61 @@ def test_process_that_joins_is_given_no_rank_of_another(launcher: Launcher) -> N
     printed = dict(re.findall(r"(\d) is (.*)", out))
     assert printed["0"] == "['0', '2', '0', '0', '2']"
     assert printed["2"] == "[None, None, None, '1', '2']"
+
+
+def test_an_agent_that_is_killed_under_a_stopped_guard_costs_only_its_own_host(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    done = tmp_path / "done"
+    source = (
+        "import os, time\nimport numpy as np\nimport polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    print('agent', os.environ['POLYHVD_MEMBER'], os.getppid(), 'of', hvd.size(), flush=True)\n"
+        f"    while not hvd.allreduce(np.array([float(os.path.exists({str(done)!r}))]), name='done')[0]:\n"
+        "        time.sleep(0.02)\n"
+        "        state.commit()\n"
+        "train(hvd.elastic.ArrayState(step=0))\n"
+    )
+    options = ["-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", "--heartbeat-timeout-s", "3"]
+    launcher.start(*options, source=source, fresh=True)
+    out = launcher.wait_for(" of 2", 2)
+    agent = int(re.findall(rb"agent 0 (\d+) of 2", out)[0])
+    guard = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(guard, signal.SIGSTOP)
+    os.kill(agent, signal.SIGKILL)
+    launcher.wait_for(" of 2", 4)
+    done.touch()
+    status, _, err = launcher.finish()
+    assert status == 0, err
+    assert "process 0 on localhost was lost: the agent ended with status -9; the job continues" in err
+
+
+def test_job_goes_on_where_the_launcher_has_no_descriptors_left_for_a_host(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    hosts, done = tmp_path / "hosts", tmp_path / "done"
+    hosts.write_text("localhost slots=1\n")
+    source = (
+        "import os, time\nimport polyhvd.numpy as hvd\nhvd.init()\nprint('up', flush=True)\n"
+        f"while not os.path.exists({str(done)!r}): time.sleep(0.05)\n"
+    )
+    options = ["-np", "1", "--min-np", "1", "--max-np", "2", "--hostfile", str(hosts)]
+    launcher.start(*options, source=source)
+    launcher.wait_for("up", 1)
+    assert launcher.process is not None
+    pid = launcher.process.pid
+    most = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 2
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
+    hosts.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    expected = (
+        "on 127.0.0.1 was not started: polyhvdrun cannot start an agent for it: Too many open files; the job"
+    )
+    launcher.wait_for(expected, 1, error=True)
+    done.touch()
+    status, _, err = launcher.finish()
+    assert status == 0, err
 
 
 def test_discovery_that_fails_is_told_once_and_hosts_stay(launcher: Launcher, tmp_path: Path) -> None:

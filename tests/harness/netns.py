@@ -23,7 +23,6 @@ class Namespace:
 
     name: str
     address: str
-    interface: str = "eth0"
 
     def command(self, *argv: str) -> list[str]:
         """The command line that runs `argv` in here."""
@@ -39,7 +38,7 @@ class Namespace:
 
     def link(self, state: str) -> None:
         """Set this host's cable "up" or "down"."""
-        _ip("-n", self.name, "link", "set", self.interface, state)
+        _ip("-n", self.name, "link", "set", "eth0", state)
 
 
 def available() -> bool:
@@ -60,33 +59,14 @@ def two_hosts(pair: str = "") -> Iterator[tuple[Namespace, Namespace]]:
 
     Several pairs at once need a name each; they do not reach each other.
     """
-    hosts = tuple(
+    one, other = (
         Namespace(f"hvd{os.getpid()}{pair}{side}", f"10.213.0.{i}") for i, side in ((1, "a"), (2, "b"))
     )
-    try:
-        for host in hosts:
-            _ip("netns", "add", host.name)
-        _ip(
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            hosts[0].name,
-            "type",
-            "veth",
-            "peer",
-            "eth0",
-            "netns",
-            hosts[1].name,
-        )
-        for host in hosts:
+    with _made(one, other):
+        _join(one, "eth0", other, "eth0")
+        for host in (one, other):
             _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
-            _ip("-n", host.name, "link", "set", "lo", "up")
-            host.link("up")
-        yield hosts[0], hosts[1]
-    finally:
-        for host in hosts:
-            _remove(host)
+        yield one, other
 
 
 @contextlib.contextmanager
@@ -94,20 +74,14 @@ def hosts(count: int) -> Iterator[list[Namespace]]:
     """Make hosts on one switch, with addresses from 10.213.0.1 on; removed with all their processes."""
     found = [Namespace(f"hvd{os.getpid()}h{i}", f"10.213.0.{i + 1}") for i in range(count)]
     switch = Namespace(f"hvd{os.getpid()}sw", "")
-    try:
-        _ip("netns", "add", switch.name)
+    with _made(*found, switch):
         _ip("-n", switch.name, "link", "add", "br0", "type", "bridge")
         _ip("-n", switch.name, "link", "set", "br0", "up")
         for number, host in enumerate(found):
-            _ip("netns", "add", host.name)
-            _ip("-n", host.name, "link", "set", "lo", "up")
             _join(host, "eth0", switch, f"port{number}")
             _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             _ip("-n", switch.name, "link", "set", f"port{number}", "master", "br0")
         yield found
-    finally:
-        for host in (*found, switch):
-            _remove(host)
 
 
 @contextlib.contextmanager
@@ -118,36 +92,39 @@ def pairwise_hosts(count: int) -> Iterator[list[Namespace]]:
     is that in its network with host 0; that of host 0 the one in its network with host 1.
     """
     found = [Namespace(f"hvd{os.getpid()}p{i}", f"10.213.{max(i, 1)}.{i + 1}") for i in range(count)]
-    try:
-        for host in found:
-            _ip("netns", "add", host.name)
-            _ip("-n", host.name, "link", "set", "lo", "up")
+    with _made(*found):
         for i, j in itertools.combinations(range(count), 2):
             _join(found[i], f"to{j}", found[j], f"to{i}")
             for here, there in ((i, j), (j, i)):
                 address = f"10.213.{10 * i + j}.{here + 1}/24"
                 _ip("-n", found[here].name, "addr", "add", address, "dev", f"to{there}")
         yield found
-    finally:
-        for host in found:
-            _remove(host)
 
 
 @contextlib.contextmanager
 def host_without_ipv4() -> Iterator[Namespace]:
     """Make a namespace that has IPv6 alone: ::1, and an address on eth0; removed as in two_hosts()."""
     host = Namespace(f"hvd{os.getpid()}v6", "fd00:213::1")
-    try:
-        _ip("netns", "add", host.name)
-        _ip("-n", host.name, "link", "set", "lo", "up")
+    with _made(host):
         _ip("-n", host.name, "-4", "addr", "flush", "dev", "lo")
         _ip("-n", host.name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
         for interface in ("eth0", "eth1"):
             _ip("-n", host.name, "link", "set", interface, "up")
         _ip("-n", host.name, "-6", "addr", "add", f"{host.address}/64", "dev", "eth0", "nodad")
         yield host
+
+
+@contextlib.contextmanager
+def _made(*hosts: Namespace) -> Iterator[None]:
+    """Make namespaces with a loopback interface; remove them with all their processes."""
+    try:
+        for host in hosts:
+            _ip("netns", "add", host.name)
+            _ip("-n", host.name, "link", "set", "lo", "up")
+        yield
     finally:
-        _remove(host)
+        for host in hosts:
+            _remove(host)
 
 
 def _join(one: Namespace, interface: str, other: Namespace, port: str) -> None:

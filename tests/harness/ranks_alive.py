@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import pytest
 
 from polyhvd.testing.processes import is_running, processes_with, state_of
 
-__all__ = ["DEADLINE_S", "is_running", "processes_with", "wait_until", "wait_until_asleep"]
+__all__ = [
+    "DEADLINE_S",
+    "is_running",
+    "outliving_sigkill",
+    "processes_with",
+    "wait_until",
+    "wait_until_asleep",
+]
 
 DEADLINE_S = 120.0  # for liveness only
+_PYTHON = sys.executable  # which a test may replace
+#: Traces a process with PTRACE_SEIZE, and does not take note of its end, which its parent then cannot see.
+_TRACER = (
+    "import ctypes, os, signal, sys\n"
+    "failed = ctypes.CDLL(None).ptrace(0x4206, int(sys.argv[1]), None, None)\n"
+    "os.write(1, b'no' if failed else b'yes')\n"
+    "signal.pause()\n"
+)
 
 
 def wait_until_asleep(pid: int, deadline_s: float = 30.0) -> None:
@@ -18,6 +38,19 @@ def wait_until_asleep(pid: int, deadline_s: float = 30.0) -> None:
     while state_of(pid) != "S":
         assert time.monotonic() < deadline, f"process {pid} does not come to rest"
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def outliving_sigkill(pid: int) -> Iterator[None]:
+    """Have a process seem to go on after SIGKILL, as one does that waits for a dead file system."""
+    with subprocess.Popen([_PYTHON, "-c", _TRACER, str(pid)], stdout=subprocess.PIPE) as tracer:
+        try:
+            assert tracer.stdout is not None
+            if tracer.stdout.read(2) == b"no":
+                pytest.skip("may not trace processes")
+            yield
+        finally:
+            tracer.kill()
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:

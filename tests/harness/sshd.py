@@ -15,6 +15,7 @@ from netns import Namespace
 
 __all__ = ["available", "sshd", "sshd_on"]
 
+PORT = 2222  # of hosts with networks of their own
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin") or ""
 CONFIG = """
 HostKey {folder}/host_key
@@ -66,7 +67,7 @@ def sshd(
 
 
 @contextlib.contextmanager
-def sshd_on(folder: Path, hosts: Sequence[Namespace], port: int = 2222) -> Iterator[list[str]]:
+def sshd_on(folder: Path, hosts: Sequence[Namespace]) -> Iterator[list[str]]:
     """Serve ssh on hosts with networks of their own, all with one key; gives polyhvdrun's options."""
     _make_keys(folder)
     with contextlib.ExitStack() as stack:
@@ -75,8 +76,8 @@ def sshd_on(folder: Path, hosts: Sequence[Namespace], port: int = 2222) -> Itera
             def answers(address: str, port: int, host: Namespace = host) -> bool:
                 return f"{_bracketed(address)}:{port} " in host.run("ss", "-Hltn", capture_output=True).stdout
 
-            stack.enter_context(_serve(folder, [host.address], port, host.command(), answers))
-        yield _options(folder, [address for host in hosts for address in (host.address, host.name)], port)
+            stack.enter_context(_serve(folder, [host.address], PORT, host.command(), answers))
+        yield _options(folder, [address for host in hosts for address in (host.address, host.name)], PORT)
 
 
 def _bracketed(address: str) -> str:

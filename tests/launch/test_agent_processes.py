@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from launching import DEADLINE_S, assert_gone, is_running
+from ranks_alive import outliving_sigkill
 
 from polyhvd.launch.hosts.lists import Host
-from polyhvd.launch.job import agent
+from polyhvd.launch.job import agent, processes
+from polyhvd.launch.job.agent_process import AgentProcess
 from polyhvd.launch.providers.local_agents import LocalAgents
 from polyhvd.launch.providers.starting import AgentProvider, HostAgent
 from polyhvd.rendezvous.auth import new_secret
@@ -97,6 +100,23 @@ def test_strays_of_a_lost_agent_are_killed_and_those_of_others_are_not(start: Ca
     lost.agent.end_strays()
     assert_gone([lost.pids[0]])
     assert is_running(other.pids[0])
+
+
+def test_what_has_started_an_agent_and_outlives_sigkill_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "_KILLED_S", 0.2)
+    process = AgentProcess("node2", ["sleep", "600"])
+    with ThreadPoolExecutor(1) as threads, outliving_sigkill(process._process.pid):
+        for _ in range(2):
+            assert threads.submit(process.close, 0.1).result(30) == -signal.SIGKILL
+    pid = process._process.pid
+    expected = (
+        f"polyhvd: the agent for node2 (process {pid}) has not ended within 0.2 s of SIGKILL; it is left"
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(expected)
+    assert process._process.wait(DEADLINE_S) == -signal.SIGKILL
 
 
 def test_ranks_do_not_import_what_starts_them() -> None:

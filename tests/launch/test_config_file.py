@@ -127,7 +127,7 @@ def test_what_cannot_be_used_is_named(content: Any, message: str) -> None:
             {"logging": {"hide_timestamp": True}},
             "logging: unknown key 'hide_timestamp' is ignored; was 'with_",
         ),
-        ({1: {}}, "unknown key 1 is ignored; known are controller"),
+        ({1: {}}, "unknown key 1 is ignored; known keys are controller"),
     ],
 )
 def test_keys_that_horovodrun_ignores_are_warned_of(content: Any, warning: str) -> None:

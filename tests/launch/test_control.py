@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from polyhvd.launch.elastic import leave
 from polyhvd.launch.job import control
 from polyhvd.launch.job.control import Control, Request
+from polyhvd.rendezvous import network
 
 NOBODY = 65534
 #: Another user's process that listens under a name of ours, and says that all is done.
@@ -83,6 +85,34 @@ def test_a_request_is_answered(launcher: int) -> None:
     heard: list[dict[str, Any]] = []
     control.request(launcher, {"ranks": [1]}, heard.append)
     assert heard == [{"leaving": ["process 1"]}, {"left": True}]
+
+
+def test_requests_are_answered_again_after_there_were_no_descriptors() -> None:
+    kept: list[Request] = []
+
+    def keep(request: Request) -> None:
+        kept.append(request)
+        request.answer(left=True)
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.closing(Control(keep)), contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+        places = network.abstract_listeners(f"polyhvd/job/{os.getpid()}-")
+        free = os.dup(0)
+        os.close(free)
+        # The thread has a descriptor for its next client, and gets none for the one after that.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            for client in (first, second):
+                client.settimeout(10)
+                client.connect(places[0][0])
+                client.sendall(b"{}\n")
+            assert first.recv(100) == b'{"left": true}\n'
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert second.recv(100) == b'{"left": true}\n'
+        for request in kept:
+            request.close()
 
 
 def test_a_silent_client_does_not_delay_others(launcher: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,3 +285,17 @@ def test_a_machine_that_is_named_twice_is_found() -> None:
     assert line.startswith("  127.0.0.1")
     assert "localhost is this machine under another name" in line
     assert line.endswith("name it once, with all its slots")
+
+
+def test_a_host_whose_ssh_leaves_a_process_with_its_output_is_given_up(tmp_path: Path) -> None:
+    wrapper = tmp_path / "ssh"
+    wrapper.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/left\nwait\n")
+    wrapper.chmod(0o755)
+    argv = command("-H", "localhost,127.0.0.4", "--start-timeout", "2")
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd="/", env=env)
+    finally:
+        os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+    assert done.returncode == 1
+    assert re.search(r"^  127\.0\.0\.4  no answer  no answer within 2 s", done.stdout, re.M)

@@ -13,6 +13,7 @@ import pytest
 import sshd
 from launching import DEADLINE_S, RANK, WAITING, Launcher, assert_gone, below, pids, wait_until
 
+from polyhvd.launch.job import agent
 from polyhvd.launch.job.agent import Heartbeat
 
 #: Short, and long enough for a machine whose cores other tests use.
@@ -67,10 +68,14 @@ def test_whoever_was_away_waits_anew() -> None:
     assert heartbeat.is_silent(206.0)
 
 
-def test_heartbeat_without_a_limit_is_never_due_and_never_silent() -> None:
-    heartbeat = Heartbeat(0.0, 100.0)
-    assert not heartbeat.is_due(1e9)
-    assert not heartbeat.is_silent(1e9)
+@pytest.mark.parametrize("timeout_s", [0.0, 1e5])
+def test_agents_without_a_job_receive_heartbeats_whatever_the_limit_of_the_job_is(timeout_s: float) -> None:
+    launcher, waiting = Heartbeat(timeout_s, 100.0), Heartbeat(agent._JOB_TIMEOUT_S, 100.0)
+    for now in range(100, 1000, 10):
+        if launcher.is_due(float(now)):
+            waiting.received(float(now))
+        assert not launcher.is_silent(float(now))
+        assert not waiting.is_silent(float(now))
 
 
 @pytest.mark.skipif(not netns.available() or not sshd.available(), reason="needs root, iproute2 and sshd")

@@ -22,6 +22,7 @@ from polyhvd.runtime.placement import Placement
         ("user@10.0.0.1:4", [Host("user@10.0.0.1", 4)]),
         ("[::1]:2,[fe80::1%eth0]", [Host("::1", 2), Host("fe80::1%eth0", 1)]),
         ("a,b,a", [Host("a", 2), Host("b", 1)]),
+        ("a,b,A", [Host("a", 2), Host("b", 1)]),
     ],
 )
 def test_host_lists_are_read(text: str, hosts: list[Host]) -> None:
@@ -35,6 +36,7 @@ def test_host_lists_are_read(text: str, hosts: list[Host]) -> None:
         ",",
         "a:0",
         "a:2,a:2",
+        "a:2,A:2",
         "a,b,a:2",
         "a:²",
         f"a:{10**12}",
@@ -59,6 +61,12 @@ def test_host_file_error_names_the_line(tmp_path: Path) -> None:
         HostsError, match=re.escape(f"{path}, line 3: expected 'host slots=N', found 'b two'")
     ):
         parse_hostfile(str(path))
+
+
+def test_host_file_of_another_system_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfa slots=2\r\n# \xc3\xa9\r\nb # c\r\n")
+    assert parse_hostfile(str(path)) == [Host("a", 2), Host("b", 1)]
 
 
 def test_absent_host_file_is_explained(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -66,6 +67,20 @@ def test_variables_by_hand_are_enough_on_one_host(hand: dict[str, str]) -> None:
     with Job() as job:
         for rank in "01":
             job.rank(**hand, RANK=rank)
+        assert places(job.finish()) == ["place 0 2 0 2 0 1 sum 3.0", "place 1 2 1 2 0 1 sum 3.0"]
+
+
+def test_ranks_with_many_open_files_meet(hand: dict[str, str]) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048:
+        pytest.skip("too few files may be open")
+    many = (
+        "import os, resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "while os.open('/dev/null', os.O_RDONLY) < 1024: pass\n"
+    )
+    with Job() as job:
+        for rank in "01":
+            job.rank(many + WORK, **hand, RANK=rank, **QUICK)
         assert places(job.finish()) == ["place 0 2 0 2 0 1 sum 3.0", "place 1 2 1 2 0 1 sum 3.0"]
 
 

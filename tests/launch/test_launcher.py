@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from launching import FAMILY, RANK, ROOT, WAITING, Launcher, assert_gone, pids, wait_until
 
+from polyhvd.launch.job.spec import JobSpec
+
 
 def test_every_line_carries_its_rank(launcher: Launcher) -> None:
     status, out, err = launcher.run(
@@ -93,6 +95,17 @@ def test_ranks_know_their_places(launcher: Launcher) -> None:
     expected = {0: "0 3 0 2 0 2", 1: "1 3 1 2 0 1", 2: "2 3 0 1 1 2"}
     hosts = {0: 0, 1: 0, 2: 1}
     assert sorted(out.splitlines()) == [f"[{r}] {expected[r]} {expected[r]} {hosts[r]}" for r in range(3)]
+
+
+def test_ranks_that_a_rank_of_an_elastic_job_starts_are_no_members_of_it(launcher: Launcher) -> None:
+    inner = [sys.executable, "-m", "polyhvd.launch", "-np", "2", "env"]
+    status, out, err = launcher.run("-np", "1", "--min-np", "1", argv=inner)
+    assert status == 0, err
+    assert "POLYHVD_SIZE=2" in out
+    assert "POLYHVD_MEMBER" not in out
+    assert "POLYHVD_LAUNCHER_TIMEOUT_S" not in out
+    order = JobSpec(["env"], [], []).order([], {"POLYHVD_MEMBER": "0", "HOME": "/"}, {})
+    assert order["env"] == {"HOME": "/", "PYTHONUNBUFFERED": "1"}  # forwarded to other hosts
 
 
 def test_threads_are_divided_among_ranks(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +232,7 @@ def test_command_that_does_not_exist_is_explained(launcher: Launcher) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["-np", "5", "-H", "localhost:2"], "5 ranks were asked for, but there are 2 slots (localhost:2)"),
+        (["-np", "5", "-H", "localhost:2"], "5 ranks were requested, but there are 2 slots (localhost:2)"),
         (["-np", "0"], "cannot start 0 ranks"),
         (["-H", "a:x"], "'x' is not a number of slots"),
         (["-H", "-oProxyCommand=x:1"], "expected one argument"),

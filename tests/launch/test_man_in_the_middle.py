@@ -112,14 +112,14 @@ def test_a_control_message_ends_the_job_on_both_ranks(
     )
     line = failure()
     assert f"a control message from rank {sender} (pid " in line
-    assert f") to rank {receiver} was changed, replayed or lost on its way: message " in line
+    assert f") to rank {receiver} was changed, replayed or lost in transit: message " in line
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_frame_to_the_rendezvous(man: ManInTheMiddle, attack: Attack) -> None:
     man.attack = once(attack, lambda m: m.greeting.source == 1 and b'/failed","forget"' in m.payload)
-    assert "what rank 1 sent to the rendezvous was changed, replayed or lost on its way" in failure()
+    assert "what rank 1 sent to the rendezvous was changed, replayed or lost in transit" in failure()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -143,7 +143,7 @@ def test_a_result_on_its_way_back(man: ManInTheMiddle, attack: Attack) -> None:
         attack,
         lambda m: m.greeting.purpose == "store" and m.from_caller and b'"run/result"' in m.payload,
     )
-    assert "sent to the rendezvous was changed, replayed or lost on its way" in failure()
+    assert "sent to the rendezvous was changed, replayed or lost in transit" in failure()
 
 
 # Objects: their bytes travel as those of tensors do
@@ -165,7 +165,7 @@ def test_a_pickle_in_place_of_another_is_not_run(man: ManInTheMiddle, tmp_path: 
     trace.unlink()
     man.attack = put_in_place_of(word, evil)
     line = failure()
-    assert "broadcast_object: what rank 0 sent to rank 1 was changed, replayed or lost on its way" in line
+    assert "broadcast_object: what rank 0 sent to rank 1 was changed, replayed or lost in transit" in line
     assert not trace.exists()
 
 
@@ -240,7 +240,7 @@ def test_what_an_agent_says_to_the_first_host(tmp_path: Path, attack: Attack) ->
     attack = once(attack, lambda m: m.from_caller and kind_of(m) == agent.STDOUT)
     (status, first), (other, second) = two_nodes(tmp_path, attack, "--heartbeat-timeout-s", "6")
     line = (
-        f"what polyhvdrun on {socket.gethostname()} sent to this one was changed, replayed or lost on its way"
+        f"what polyhvdrun on {socket.gethostname()} sent to this one was changed, replayed or lost in transit"
     )
     assert (status, other) == (1, 1)
     assert line in first, first
@@ -256,7 +256,7 @@ def test_what_the_first_host_says_to_an_agent(tmp_path: Path, attack: Attack) ->
     line = "what polyhvdrun on 127.0.0.1 sent to that on "
     assert line in first, first
     assert line in second, second
-    assert "was changed, replayed or lost on its way" in second
+    assert "was changed, replayed or lost in transit" in second
 
 
 def test_what_a_host_says_while_others_are_awaited(tmp_path: Path) -> None:
@@ -294,4 +294,4 @@ def test_how_a_host_introduces_itself(tmp_path: Path) -> None:
     (status, first), (other, second) = two_nodes(tmp_path, attack)
     assert (status, other) == (1, 1)
     for words in (first, second):
-        assert "what polyhvdrun on node 1 sent to this one was changed, replayed or lost on its way" in words
+        assert "what polyhvdrun on node 1 sent to this one was changed, replayed or lost in transit" in words

@@ -239,3 +239,22 @@ def test_late_words_of_a_retired_rank_s_children_are_printed_and_kept(
     output.close()
     assert sink.printed() == b"[0] early\n[0] late\n"
     assert (tmp_path / "rank.0" / "stdout").read_bytes() == b"early\nlate\n"
+
+
+def test_rank_whose_files_cannot_be_opened_is_printed_and_this_is_reported_once(
+    pipes: tuple[Sink, int, int], tmp_path: Path
+) -> None:
+    sink, stdout, stderr = pipes
+    folder = tmp_path / "out"
+    output = Output(1, stdout=stdout, stderr=stderr, directory=str(folder))
+    folder.rename(tmp_path / "moved")
+    folder.touch()
+    for rank in (1, 2):
+        output.add_rank()
+        output.write(rank, STDOUT, b"late\n")
+    output.close()
+    assert sink.printed() == b"[1] late\n[2] late\n"
+    (complaint,) = sink.complained().splitlines()
+    assert complaint.startswith(f"polyhvdrun: cannot write {folder}/rank.1: Not a directory".encode())
+    with pytest.raises(NotADirectoryError):
+        Output(1, stdout=stdout, stderr=stderr, directory=str(folder / "below"))

@@ -39,7 +39,9 @@ VICTIM = Ending(1, "a", 1, [b"polyhvd.errors.PeerLostError: rank 2 is gone"])
     ("ending", "after_s"), [(KILLED, 0.5), (NOT_STARTED, 0.5), (FAILED, 0.5), (VICTIM, 1.0)]
 )
 def test_first_failure_stops_the_others_once_its_cause_can_be_known(ending: Ending, after_s: float) -> None:
-    assert StopAtFirstFailure().on_ending(ending, RUNNING, 100.0) == StopOthers(100.0 + after_s)
+    usual, busy = StopAtFirstFailure(lambda: 1.0), StopAtFirstFailure(lambda: 3.0)
+    assert usual.on_ending(ending, RUNNING, 100.0) == StopOthers(100.0 + after_s)
+    assert busy.on_ending(ending, RUNNING, 100.0) == StopOthers(100.0 + 3 * after_s)
 
 
 def test_end_in_good_order_stops_nobody() -> None:

@@ -35,7 +35,7 @@ def test_a_program_may_have_hosts_of_its_own() -> None:
 
 
 def test_more_ranks_than_slots_name_the_program() -> None:
-    with pytest.raises(HostsError, match=r"program 2 \(b\): 3 ranks were asked for, but 1 slots are left"):
+    with pytest.raises(HostsError, match=r"program 2 \(b\): 3 ranks were requested, but 1 slots are left"):
         lay_out([Part(["a"], 1, [Host("x", 2)]), Part(["b"], 3)])
 
 

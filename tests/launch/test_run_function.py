@@ -13,15 +13,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 from launching import pids
+from ranks_alive import outliving_sigkill, wait_until
 
 import polyhvd
 from polyhvd import run
+from polyhvd.launch.job import function, processes
+from polyhvd.launch.providers import mpirun
+from polyhvd.rendezvous import signed_stream
 
 
 def test_results_come_in_rank_order() -> None:
@@ -129,6 +134,17 @@ def test_ctrl_c_ends_the_ranks_and_returns_control() -> None:
     assert not [pid for pid in pids(seen) if os.path.exists(f"/proc/{pid}")]
 
 
+def test_handler_of_faulthandler_is_still_there_after_a_job(tmp_path: Path) -> None:
+    program = (
+        "import faulthandler, os, signal, sys, polyhvd\n"
+        "faulthandler.register(signal.SIGUSR1, file=open(sys.argv[1], 'w'))\n"
+        "polyhvd.run(os.getpid, np=1)\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "dump"], timeout=60, check=True)
+    assert "most recent call first" in (tmp_path / "dump").read_text()
+
+
 def test_environment_reaches_the_ranks() -> None:
     assert run(os.getenv, args=("MY_SETTING",), np=2, env={"MY_SETTING": "x"}) == ["x", "x"]
 
@@ -137,28 +153,62 @@ def test_large_results_pass() -> None:
     assert [len(part) for part in run(bytes, args=(5_000_000,), np=2)] == [5_000_000] * 2
 
 
+def test_all_results_together_may_be_larger_than_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signed_stream, "_BODY_BYTES_MAX", 1 << 20)
+    assert [len(part) for part in run(bytes, args=(700_000,), np=2)] == [700_000] * 2
+
+
+def test_a_function_or_a_result_that_is_too_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def large() -> bytes:
+        sys.modules["__main__"].VALUE_BYTES_MAX = 1000  # type: ignore[attr-defined]
+        return bytes(2000)
+
+    with pytest.raises(
+        ValueError, match=r"rank 0: the result has 20\d\d bytes when pickled, and at most 1000"
+    ):
+        run(large, np=1)
+    monkeypatch.setattr(function, "VALUE_BYTES_MAX", 1000)
+    with pytest.raises(ValueError, match=r"run\(\): the function with its arguments has 20\d\d bytes"):
+        run(len, args=(bytes(2000),), np=1)
+
+
 def test_hosts_may_be_given() -> None:
     assert run(os.getenv, args=("POLYHVD_HOST_ID",), hosts="localhost:1,127.0.0.1:2") == ["0", "1", "1"]
 
 
 def test_too_few_slots_are_an_error() -> None:
-    with pytest.raises(ValueError, match="3 ranks were asked for, but there are 2 slots"):
+    with pytest.raises(ValueError, match="3 ranks were requested, but there are 2 slots"):
         run(os.getpid, np=3, hosts="localhost:2")
+
+
+def make_mpirun(
+    folder: Path, job: str, monkeypatch: pytest.MonkeyPatch, *, version: str = "echo HYDRA build details"
+) -> None:
+    """Have ``mpirun`` run one shell script, and ``mpirun --version`` another."""
+    launcher = folder / "mpirun"
+    launcher.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then {version}; exit; fi\n{job}\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))  # beside it
+
+
+def test_a_launcher_of_mpi_that_does_not_report_its_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_mpirun(tmp_path, "", monkeypatch, version="exec sleep 600")
+    monkeypatch.setattr(mpirun, "_VERSION_TIMEOUT_S", 0.5)
+    with pytest.raises(ValueError, match=r"mpirun --version has not ended within 0\.5 s"):
+        run(os.getpid, np=1, use_mpi=True)
 
 
 def test_a_process_that_outlives_the_launcher_of_mpi_does_not_hold_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = tmp_path / "mpirun"
-    launcher.write_text(
-        f"#!/bin/sh\n"
-        f'if [ "$1" = --version ]; then echo "HYDRA build details"; exit; fi\n'
-        f"sh -c 'while :; do echo left; sleep 0.1; done' & echo $! > {tmp_path}/left\n"
-        f"echo last; exit 3\n"
+    make_mpirun(
+        tmp_path,
+        f"sh -c 'while :; do echo left; sleep 0.1; done' & echo $! > {tmp_path}/left\necho last; exit 3",
+        monkeypatch,
     )
-    launcher.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # beside it
     failures: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
     out, threads, begun = io.StringIO(), set(threading.enumerate()), time.monotonic()
@@ -173,6 +223,38 @@ def test_a_process_that_outlives_the_launcher_of_mpi_does_not_hold_the_call(
         os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
     assert "last\n" in out.getvalue()
     assert not failures
+
+
+def test_an_exception_leaves_a_launcher_of_mpi_behind_that_outlives_sigkill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pid = tmp_path / "pid"
+    make_mpirun(tmp_path, f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600", monkeypatch)
+    monkeypatch.setattr(processes, "_KILLED_S", 0.2)
+    done = threading.Event()
+
+    def interrupt() -> bool:
+        wait_until(pid.exists, "the launcher of MPI runs")
+        with outliving_sigkill(int(pid.read_text())):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            return done.wait(30)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("from a handler")
+
+    former = signal.signal(signal.SIGUSR1, fail)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            interrupted = threads.submit(interrupt)
+            with pytest.raises(RuntimeError, match="from a handler"):
+                run(os.getpid, np=1, use_mpi=True, term_grace_s=0.1)
+            done.set()
+            assert interrupted.result()
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert re.search(
+        r"mpirun \(process \d+\) has not ended within 0\.2 s of SIGKILL", capsys.readouterr().err
+    )
 
 
 def test_running_from_a_thread_works() -> None:

@@ -157,6 +157,17 @@ def test_hangup_and_sigterm_together_are_no_impatience(launcher: Launcher) -> No
     assert "[1] saved 1 1" in out
 
 
+def test_job_ends_although_a_thread_that_blocks_signals_has_started_it(launcher: Launcher) -> None:
+    blocking = (
+        "import os, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
+        "os.execv(sys.argv[1], sys.argv[1:])\n"
+    )
+    before = [sys.executable, "-c", blocking]
+    status, out, _ = launcher.start("-np", "2", argv=["sh", "-c", "echo up; exit 3"], before=before).finish()
+    assert (status, sorted(out.splitlines())) == (3, ["[0] up", "[1] up"])
+
+
 def test_second_ctrl_c_kills_although_the_grace_period_is_long(launcher: Launcher) -> None:
     source = RANK + (
         "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'asked\\n'))\n"

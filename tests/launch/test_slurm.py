@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_used_is_named(srun: dict[str, str]) -> None:
     env = {**srun, "POLYHVD_SHARED_DIR": "/proc/nowhere"}
     status, _, error = run(["srun", "-N2", "-n2", sys.executable, "-c", WORK], env)
     assert status != 0
-    assert "/proc/nowhere: No such file or directory; POLYHVD_SHARED_DIR names another folder" in error
+    assert "/proc/nowhere: No such file or directory; set POLYHVD_SHARED_DIR to another folder" in error
 
 
 def test_a_batch_script_is_no_rank_and_its_steps_are(srun: dict[str, str], tmp_path: Path) -> None:

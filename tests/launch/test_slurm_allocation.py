@@ -186,7 +186,7 @@ if __name__ == "__main__":
     assert "three [(0, 3, 'n1'), (1, 3, 'n1'), (2, 3, 'n2')]" in said
     assert "n1:2,n2:2 (SLURM_JOB_NODELIST=n[1-2], SLURM_TASKS_PER_NODE=2(x2))" in said
     assert "here [(0, 1, 'n1')]" in said
-    assert "5 ranks were asked for, but Slurm job" in said
+    assert "5 ranks were requested, but Slurm job" in said
 
 
 def test_signals_reach_ranks_once_and_they_have_time_to_save(cluster: Cluster) -> None:
@@ -272,7 +272,7 @@ def test_several_polyhvdruns_in_one_step_are_refused(cluster: Cluster) -> None:
 def test_more_ranks_than_slots_are_refused_and_one_host_takes_any_number(cluster: Cluster) -> None:
     cluster.submit(f"{RUN} -np 5 {sys.executable} $W; echo status $?\n{RUN} -np 3 --dry-run $W")
     said = cluster.finish()
-    assert "5 ranks were asked for, but Slurm job" in said
+    assert "5 ranks were requested, but Slurm job" in said
     assert "host n2 (by srun): rank 2" in said
     done = cluster.call("salloc", "-N1", "-n1", *RUN.split(), "-np", "3", sys.executable, cluster.env["W"])
     assert done.stdout.count("sum 6.0") == 3, done.stderr

@@ -153,6 +153,22 @@ def test_host_that_does_not_answer_is_given_up(launcher: Launcher, ssh: list[str
     assert re.search("127.0.0.4  no answer  no answer within 1 s", err)
 
 
+def test_host_whose_ssh_leaves_a_process_with_its_output_is_given_up(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    wrapper = tmp_path / "ssh"
+    wrapper.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/left\nwait\n")
+    wrapper.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    options = ["-H", "localhost:1,127.0.0.4:1", "--start-timeout", "2"]
+    try:
+        status, _, err = launcher.run(*options, argv=["true"], env={"PATH": path})
+    finally:
+        os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+    assert status == 1
+    assert re.search("127.0.0.4  no answer  no answer within 2 s", err)
+
+
 def test_noise_of_a_login_shell_is_skipped(launcher: Launcher, ssh: list[str], tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho welcome to this host\nexec {sys.executable} "$@"\n')

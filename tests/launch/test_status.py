@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -84,6 +85,21 @@ def test_launcher_that_is_stopped_is_an_error_of_one_line_within_the_time(launch
     said = f"no answer in time from job {launcher.process.pid}; is its polyhvdrun stopped?"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"polyhvd status: {said}\n")
     assert shown(launcher)["does"] == "runs"
+
+
+def test_first_of_several_hosts_shows_since_when_it_waits_for_the_others(launcher: Launcher) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", endpoint]
+    began = time.time()
+    launcher.start(*options, argv=["true"], env={"POLYHVD_SECRET": "5e" * 32})
+    assert launcher.process is not None
+    job = launcher.process.pid
+    wait_until(lambda: job in control.jobs(fixed=True), "the job")
+    found = status.query(job, 10.0)
+    assert began <= found["started"] <= time.time()
+    launcher.signal(signal.SIGTERM)
+    assert launcher.finish()[0] == 143
 
 
 def test_job_whose_output_is_not_read_waits_for_a_reader(launcher: Launcher) -> None:

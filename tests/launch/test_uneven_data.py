@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_S = 300.0  # for liveness only: imports of three TensorFlows on two cores
 Run = Callable[..., tuple[str, str]]
-CURE = "give every rank equally many batches, or call hvd.join()"
+CURE = "give every rank the same number of batches, or call hvd.join()"
 
 BEGIN = """
 import sys

@@ -329,11 +329,14 @@ def test_top_refuses_invalid_answers_and_shows_no_control_characters() -> None:
         "host": "\x1b]0;x",
         "generation": 1,
         "age_s": 99.0,
+        "interval_s": 2.0,
         "values": {"slow": 1, "steps_total": 4},
     }
     *_, last = top.page(7, {**found, "reports": [row]}, 1.0)
     assert "\x1b" not in last
     assert last.endswith("slow, no report for 99 s")
+    *_, rare = top.page(7, {**found, "reports": [{**row, "interval_s": 60.0}]}, 1.0)  # of 12,000 ranks
+    assert rare.endswith("slow")
     for bad in ({**row, "values": 1}, {**row, "rank": "x"}, {**row, "values": {"slow": []}}, 5):
         with pytest.raises(OSError, match="job 7 has sent an invalid answer"):
             top.page(7, {**found, "reports": [bad]}, 1.0)

@@ -165,7 +165,7 @@ def _is_known(key: Any, names: list[str], where: str, warn: Callable[[str], None
         return True
     near = difflib.get_close_matches(str(key), names, 1)
     meant = f"was {near[0]!r} meant? " if near else ""
-    warn(f"{where}: unknown key {reprlib.repr(key)} is ignored; {meant}known are {', '.join(names)}")
+    warn(f"{where}: unknown key {reprlib.repr(key)} is ignored; {meant}known keys are {', '.join(names)}")
     return False
 
 

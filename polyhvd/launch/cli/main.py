@@ -173,7 +173,7 @@ def _become_mpirun(spec: JobSpec, options: argparse.Namespace) -> int:
     refused = {
         "--output-filename": (options.output_filename, "give the launcher's own option with --mpi-args"),
         "--prefix-output-with-timestamp": (options.timestamps, "as is printing; see --mpi-args"),
-        "--keep-going": (options.keep_going, "whose launchers have their own ways to end a job"),
+        "--keep-going": (options.keep_going, "whose launchers end a job in another way"),
         "--max-restarts": (options.max_restarts, "whose launchers end the job themselves"),
         "--metrics-port": (options.metrics_port is not None, "whose launchers receive no metrics"),
         "':'": (len(spec.programs), "give mpirun itself several programs"),

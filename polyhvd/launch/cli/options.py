@@ -73,7 +73,7 @@ SETTINGS: dict[str, tuple[str, str | None, str]] = {
     "--hierarchical-allreduce": (
         "HIERARCHICAL_ALLREDUCE",
         None,
-        "use NCCL within hosts and CPUs between them",
+        "on GPUs, use NCCL within hosts and CPUs between them",
     ),
 }
 
@@ -196,7 +196,7 @@ def _add_job(parser: Parser) -> None:
     add(
         "--huge-pages",
         action="store_true",
-        help="have PyTorch ask for transparent huge pages, as NumPy does; sets THP_MEM_ALLOC_ENABLE=1",
+        help="let PyTorch use transparent huge pages, as NumPy does; sets THP_MEM_ALLOC_ENABLE=1",
     )
     add("-m", "--module", action="store_true", help="run the command as a Python module, as python -m does")
     add(
@@ -210,7 +210,8 @@ def _add_job(parser: Parser) -> None:
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        help="seconds for all ranks to start and to connect in init(); default: 30",
+        help="seconds for all ranks to start and to connect in init(); default: 30; with --nnodes or "
+        "--sagemaker 600",
     )
     add("--config-file", metavar="FILE", help="YAML file with settings; the command line takes precedence")
     add("--dry-run", action="store_true", help="print the ranks and hosts of the job, and start nothing")
@@ -247,7 +248,8 @@ def _add_output(parser: Parser) -> None:
         "--tee",
         type=int,
         choices=(0, 1, 2, 3),
-        help="streams to write there: 1 standard output, 2 standard error, 3 both, 0 none; default: 3",
+        help="streams that --output-filename writes: 1 standard output, 2 standard error, 3 both, 0 none; "
+        "default: 3",
     )
     add("--no-tag", action="store_true", help="do not prefix lines of output with the rank")
     add(
@@ -272,8 +274,7 @@ def _add_metrics(parser: Parser) -> None:
         "--metrics-address",
         metavar="ADDRESS",
         default="127.0.0.1",
-        help="address to serve them on; 0.0.0.0: all addresses, so that other hosts can read them; default: "
-        "127.0.0.1",
+        help="address for --metrics-port; with 0.0.0.0 other hosts can read the metrics; default: 127.0.0.1",
     )
 
 
@@ -331,16 +332,16 @@ def _add_elastic(parser: Parser) -> None:
         "--elastic-timeout",
         type=_seconds,
         metavar="S",
-        help="seconds after which to end a job with fewer than --min-np ranks, and a new process that has "
-        "not reached its elastic function since init(); default: 600",
+        help="seconds after which a job with fewer than --min-np ranks ends, and a new process that has not "
+        "reached its elastic function is killed; default: 600",
     )
     add(
         "--blacklist-cooldown-range",
         type=_seconds,
         nargs=2,
         metavar=("MIN", "MAX"),
-        help="seconds for which a slot is not used after a failure, at first and at most; default: 0, then 1 "
-        "to 60",
+        help="minimum and maximum seconds for which a slot is not used after a failure; default: 0 after "
+        "the first failure, then 1 to 60",
     )
     add(
         "--on-state-lost",
@@ -357,8 +358,8 @@ def _add_elastic(parser: Parser) -> None:
     add(
         "--slow-rank-policy",
         choices=("report", "evict"),
-        help="action on a rank that all others wait for in every step: report prints it, evict replaces it "
-        "by a spare; default: report",
+        help="action for a rank that all others wait for in every step: report prints it, evict replaces it "
+        "with a spare; default: report",
     )
     add(
         "--slow-rank-factor",
@@ -404,13 +405,16 @@ def _add_mpi(parser: Parser) -> None:
     controllers.add_argument("--jsrun", action="store_true", help="start ranks with LSF's jsrun")
     controllers.add_argument("--gloo", "--use-gloo", action="store_true", help=argparse.SUPPRESS)
     group.add_argument(
-        "--mpi-args", metavar="ARGS", default="", help="additional options for MPI's launcher, as one word"
+        "--mpi-args",
+        metavar="ARGS",
+        default="",
+        help="additional options for MPI's launcher, as one quoted argument",
     )
     group.add_argument(
         "--binding-args",
         metavar="ARGS",
         default="",
-        help="options for MPI's launcher that bind ranks to cores, as one word",
+        help="options for MPI's launcher that bind ranks to cores, as one quoted argument",
     )
 
 
@@ -483,7 +487,7 @@ def _add_settings(parser: Parser) -> None:
     settings.add_argument(
         "--tcp",
         action="store_true",
-        help="NCCL does not use InfiniBand; all other traffic between hosts is TCP in any case",
+        help="do not use InfiniBand for NCCL; all other traffic between hosts always uses TCP",
     )
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from polyhvd.launch.hosts.lists import HostsError, parse_hostfile, parse_hosts
@@ -22,6 +23,10 @@ __all__ = ["Discovery", "FixedHosts", "HostDiscovery", "HostDiscoveryScript", "H
 _INTERVAL_S = 1.0
 _SCRIPT_TIMEOUT_S = 30.0
 _OUTPUT_BYTES_MAX = 1 << 20
+#: How long a file of hosts has to stay the same after a change, and how often this is tried.
+_WRITE_S, _WRITES_MAX = 0.2, 25
+_COMPLAINT_CHARACTERS_MAX = 500
+_NUMBERS = re.compile(r"\d+")
 #: Runs a program that ends with this process, however this process ends.
 _LEASHED = (
     "import ctypes, os, sys\n"
@@ -70,10 +75,27 @@ class HostsFile:
     def __init__(self, path: str, slots: int = 1) -> None:
         self._path = path
         self._slots = slots
+        self._content: bytes | None = None  # None: it was not read yet
 
     def find_available_hosts_and_slots(self) -> Mapping[str, int]:
         """Read it; raises HostsError."""
+        self._await_writer()
         return {host.name: host.slots for host in parse_hostfile(self._path, self._slots)}
+
+    def _await_writer(self) -> None:
+        """If the file has changed, wait until it stays the same for a moment, but only for a few seconds.
+
+        Hosts that are absent while it is written in place would have to leave the job.
+        """
+        for _ in range(_WRITES_MAX):
+            content = b""
+            with contextlib.suppress(OSError):  # reported when it is read
+                content = Path(self._path).read_bytes()
+            is_settled = self._content in (None, content)
+            self._content = content
+            if is_settled:
+                return
+            time.sleep(_WRITE_S)
 
 
 class HostDiscoveryScript:
@@ -89,23 +111,30 @@ class HostDiscoveryScript:
         self._script = script
         self._slots = slots
         self._timeout_s = timeout_s
+        self._killed: subprocess.Popen[bytes] | None = None  # the last process that did not end in time
 
     def find_available_hosts_and_slots(self) -> Mapping[str, int]:
         """Run it; raises HostsError for what it prints, and OSError when it fails."""
+        if self._killed is not None and self._killed.poll() is None:
+            raise OSError(
+                f"{self._script} is not run again before process {self._killed.pid} of its last run has "
+                "ended, which was sent SIGKILL; does it wait for a file system that does not answer?"
+            )
         command = [sys.executable, "-I", "-S", "-c", _LEASHED, str(os.getpid()), self._script]
-        with subprocess.Popen(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-        ) as process:
-            try:
-                out, err = self._output(process)
-            except BaseException:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                raise
+        )
+        try:
+            out, err = self._output(process)
+        except BaseException:
+            self._killed = process
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
         if process.returncode != 0:
             errors = err.decode("utf-8", "replace").strip().splitlines()
             words = f": {errors[-1]}" if errors else ""
@@ -121,13 +150,18 @@ class HostDiscoveryScript:
     def _output(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
         """The output of the script until it ends; raises OSError if it takes too long or prints too much."""
         until = time.monotonic() + self._timeout_s
+        assert process.stdout is not None
+        assert process.stderr is not None
         printed = {process.stdout: bytearray(), process.stderr: bytearray()}
-        with selectors.DefaultSelector() as selector:
+        with process.stdout, process.stderr, selectors.DefaultSelector() as selector:
             for stream in printed:
-                selector.register(stream, selectors.EVENT_READ)  # type: ignore[arg-type]
+                selector.register(stream, selectors.EVENT_READ)
             while selector.get_map():
                 if (remaining_s := until - time.monotonic()) <= 0:
-                    raise OSError(f"{self._script} has not ended within {self._timeout_s:g} s")
+                    has_ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                    what = "has ended, but a process that it has started still holds its output after"
+                    what = what if has_ended else "has not ended within"
+                    raise OSError(f"{self._script} {what} {self._timeout_s:g} s")
                 for key, _ in selector.select(remaining_s):
                     data = os.read(key.fd, 65536)
                     if not data:
@@ -253,15 +287,17 @@ class Discovery:
             try:
                 hosts = self.look()
             except Exception as error:
-                text = str(error) or type(error).__name__
+                text = (str(error) or type(error).__name__)[:_COMPLAINT_CHARACTERS_MAX]
                 complaint = f"discovery of hosts: {text}; the hosts stay as they are"
             with self._lock:
                 changed = not complaint and hosts != before
                 if changed:
                     self._found = hosts
-                is_new = complaint not in ("", self._last_complaint)
+                # Many programs begin each line with the time and their process id.
+                shape = _NUMBERS.sub("", complaint)
+                is_new = shape not in ("", self._last_complaint)
                 if is_new:
                     self._complaints.append(complaint)
-                self._last_complaint = complaint
+                self._last_complaint = shape
             if (changed or is_new) and not self._closed.is_set():
                 ring()

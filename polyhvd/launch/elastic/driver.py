@@ -62,6 +62,7 @@ __all__ = ["Driver"]
 #: From a failure that ends the job to the end of the others, whose own errors may explain it.
 _SETTLE_S = 0.1
 _REJECTED_MAX = 16  # members whose replies are kept
+_NAMED_MAX = 32  # in a message
 _SIGNAL_STATUS = range(129, 129 + 64)  # of a shell whose program was killed
 #: Raised when decoding a message that is invalid.
 _INVALID = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
@@ -265,6 +266,8 @@ class Driver:
         is_loss = ending.rank in counted and not self._membership.all_are_leaving and not has_finished
         if exit_kind in (ExitKind.LOST, ExitKind.KILLED) and not ends and is_loss:
             self._report(f"{describe(ending)}; the job continues")
+        if exit_kind is ExitKind.UNSTARTABLE and not ends:
+            self._report(f"{describe(ending)}; the job continues without it")
         if exit_kind is ExitKind.FAILED and not (ends or has_begun) and is_loss:
             self._report(f"{describe(ending)} before its elastic function; the job continues without it")
         if not any(end.cause == ending.rank for end in ends):
@@ -340,8 +343,8 @@ class Driver:
         unknown = [host for host in hosts if host not in self._hosts]
         staying = self._membership.staying
         if unknown or not members <= staying or not (hosts or members):
-            known = ", ".join(self._named(member) for member in sorted(staying))
-            request.answer(error=f"no such host or process; hosts: {', '.join(self._hosts)}; {known}")
+            known = _some([self._named(member) for member in sorted(staying)])
+            request.answer(error=f"no such host or process; hosts: {_some(list(self._hosts))}; {known}")
             request.close()
             return
         leaving = members | {member for member in staying if self._membership.host_of(member) in hosts}
@@ -493,6 +496,12 @@ class Driver:
         reason = action.reason if cause is not None or not failures else f"{action.reason}; {failures[0]}"
         self._resumable = action.resumable
         self._job.end(reason, cause, RESUME_STATUS if action.resumable else 1)
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of several names, as a list in a message."""
+    more = [f"{len(names) - _NAMED_MAX} more"] if len(names) > _NAMED_MAX else []
+    return ", ".join([*names[:_NAMED_MAX], *more])
 
 
 def _exit_kind_of(ending: Ending) -> ExitKind:

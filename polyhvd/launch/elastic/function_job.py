@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
-import select
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from polyhvd.launch.job.blame import Ending, describe
 from polyhvd.launch.job.function import load_error
 from polyhvd.launch.job.policy import StartReplacement, StopOthers
 from polyhvd.launch.job.verdict import Verdict
+from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
 from polyhvd.runtime.placement import Placement
@@ -254,7 +254,7 @@ class FunctionJob(abc.ABC):
         left_s = min(driver.next_at(now), self._stop_at, look_at) - now
         if not self._events:
             descriptors = [driver.wake, self._wake]
-            select.select(descriptors, [], [], max(0.0, left_s) if left_s < 1e6 else None)
+            network.await_ready(descriptors, left_s if left_s < 1e6 else None)
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake, 4096):
                 pass

@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="N",
-        help="number that polyhvdrun prints before its output: [N]",
+        help="process number, as in the prefix [N] of its output",
     )
     add(
         "--timeout-s",

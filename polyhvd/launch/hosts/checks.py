@@ -181,7 +181,7 @@ def _lack_of_room(found: Mapping[str, Any]) -> str:
 def _program_problems(host: str, program: Mapping[str, Any], version: str) -> list[Problem]:
     name, path = program["name"], program["path"]
     if not path:
-        cure = "install it there, or name a program that is there"
+        cure = "install it there, or specify a program that exists there"
         return [Problem(host, "no program", f"{name}: not found, or not executable there", cure)]
     if "is_python" not in program:
         return []
@@ -312,7 +312,7 @@ class HostChecks:
             if not host.done and host.process.ready and process in (None, host.process):
                 host.done = True
                 text = f"its agent runs, but has not completed its checks within {self._start_timeout_s:g} s"
-                cure = "does a file system hang there? --start-timeout sets the time"
+                cure = "does a file system hang there? --start-timeout sets the limit"
                 host.problems.append(Problem(host.process.host, "no answer", text, cure))
 
     def conclude(self) -> None:

@@ -1,6 +1,6 @@
 """Turns the doctor's findings into problems with their cures, tables for people, and JSON. Pure.
 
-docs/doctor.md describes the JSON; what it says stays, and ``schema`` grows when it cannot.
+docs/doctor.md describes the JSON; existing keys do not change; an incompatible change increases ``schema``.
 """
 
 from __future__ import annotations

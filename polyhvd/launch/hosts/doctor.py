@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; returns 0: nothing is wrong, 1: something is, 2: the command line is."""
     parser = argparse.ArgumentParser(
         prog="polyhvd doctor",
-        description="Check this host or several, and report what is available, problems and remedies.",
+        description="Check this host or several hosts, and report installed software, problems and remedies.",
     )
     add_options(parser)
     options = parser.parse_args(arguments)

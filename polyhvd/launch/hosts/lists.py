@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -41,7 +42,7 @@ def parse_hostfile(path: str, slots: int = 1) -> list[Host]:
     such line means ``slots`` of them. Raises HostsError.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise HostsError(f"cannot read the host file {path}: {error}") from None
     hosts = []
@@ -76,7 +77,7 @@ def place(hosts: list[Host], size: int | None = None) -> list[Placement]:
     if size > slots:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise HostsError(
-            f"{size} ranks were asked for, but there are {slots} slots ({listed}); "
+            f"{size} ranks were requested, but there are {slots} slots ({listed}); "
             f"give hosts more slots, as in -H {hosts[0].name}:{size}"
         )
     left = size
@@ -112,18 +113,24 @@ def _host(text: str, where: str, default: int) -> _Entry:
 
 
 def _merge(entries: list[_Entry], where: str) -> list[Host]:
-    """One entry a host. A name that is repeated without numbers adds up; with a number it is a mistake."""
+    """One entry a host. A name that is repeated without numbers adds up; with a number it is a mistake.
+
+    Names that differ only in the case of letters are those of one host.
+    """
     slots: dict[str, int] = {}
     numbered: set[str] = set()
+    lines = Counter(entry.host.name.lower() for entry in entries)
+    names: dict[str, str] = {}
     for entry in entries:
-        name, count = entry.host.name, entry.host.slots
+        count = entry.host.slots
+        name = names.setdefault(entry.host.name.lower(), entry.host.name)
         if name in slots and (entry.numbered or name in numbered):
             raise HostsError(
                 f"{where} names {name} twice, with a number of slots; name it once, with all its slots"
             )
         numbered |= {name} if entry.numbered else set()
         # One line means as many slots as hosts have; several are a batch system's, with one slot each.
-        slots[name] = sum(other.host.name == name for other in entries) if name in slots else count
+        slots[name] = lines[name.lower()] if name in slots else count
     if not slots:
         raise HostsError(f"{where} lists no host")
     return [Host(name, count) for name, count in slots.items()]

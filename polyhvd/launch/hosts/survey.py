@@ -123,9 +123,11 @@ class Survey:
             if time.monotonic() >= deadline:
                 self._checks.give_up()
                 for process in self._agents:
-                    if not process.ready:
+                    if not process.ready and not process.ended:
                         process.complaints.append(f"no answer within {self._options.timeout_s:g} s")
                         process.kill()
+                        process.ended = True  # what it has started may hold its output
+                        self._bury(process)
                 deadline = time.monotonic() + _TICK_S
         for problem in self._checks.problems():
             self.findings[problem.host].problems.append(problem)

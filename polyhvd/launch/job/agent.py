@@ -136,7 +136,8 @@ class Heartbeat:
 
     def __init__(self, timeout_s: float, now: float) -> None:
         self.timeout_s = timeout_s
-        self._interval_s = timeout_s / _BEATS if timeout_s else float("inf")
+        # An agent without a job has its own limit, whatever that of the job is.
+        self._interval_s = min(timeout_s or _JOB_TIMEOUT_S, _JOB_TIMEOUT_S) / _BEATS
         self._received_at = self._sent = self._looked = now
 
     def received(self, now: float) -> None:
@@ -605,7 +606,7 @@ class Agent:
         return None
 
     def _may_have_received(self, pid: int, rank: int, number: int) -> bool:
-        if not _has_handler(pid, number):
+        if not has_handler(pid, number):
             return False
         before = self._handled_before[rank]
         return number in before or 0 not in before
@@ -621,7 +622,7 @@ class Agent:
         return full
 
 
-def _has_handler(pid: int, number: int) -> bool:
+def has_handler(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal, from /proc; True if that is unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
@@ -695,6 +696,7 @@ def _end_like(status: int) -> None:
 
 def main(parent: int | None = None) -> None:
     """Run an agent on standard input and output; ``parent``: end with this process as well."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that has started it may have blocked any
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(_PARENT_GONE, _leave_to_the_loop)  # not ignored, and not yet deadly
     if parent is not None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from polyhvd.launch.job import agent
+from polyhvd.launch.job.processes import await_killed
 
 __all__ = ["AgentProcess", "AgentStreams"]
 
@@ -160,6 +161,7 @@ class AgentProcess(AgentStreams):
         assert stderr is not None
         super().__init__(host, stdin, stdout, stderr)
         self._jobs: list[dict[str, Any]] = []  # not sent yet
+        self._status: int | None = None  # after close()
         self._write(source)
 
     def start(self, job: dict[str, Any]) -> None:
@@ -179,17 +181,22 @@ class AgentProcess(AgentStreams):
         """End the agent at once; its guard, or its host, ends the ranks."""
         self._process.kill()
 
+    def has_exited(self) -> bool:
+        """Return whether the process has ended."""
+        return self._process.poll() is not None
+
     def close(self, timeout_s: float = 5.0) -> int:
         """End the agent, by force if need be; returns its exit status."""
-        self.cut()
-        try:
-            status = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
-        self.stdout.close()
-        self.stderr.close()
-        return status
+        if self._status is None:
+            self.cut()
+            try:
+                self._status = self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._status = await_killed(self._process, f"{self.program} for {self.host}")
+            self.stdout.close()
+            self.stderr.close()
+        return self._status
 
     def _greeted(self) -> bool:
         begin = self._inbox.find(agent.MAGIC)

@@ -1,6 +1,6 @@
-"""Programs as one text, which goes to wherever an agent is to run: the agent's own, and what looks at a host.
+"""Bundles a program's modules into one text that is sent to a host: the agent, and the survey of a host.
 
-polyhvd need not lie at the same place there, and other files of it are not needed.
+polyhvd need not be installed there.
 """
 
 from __future__ import annotations

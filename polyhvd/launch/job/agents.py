@@ -1,4 +1,4 @@
-"""The agents of a job: the host of each, when it has to have answered, and which of them have ended."""
+"""The agents of a job: the host of each, its deadline to respond, and which of them have ended."""
 
 from __future__ import annotations
 

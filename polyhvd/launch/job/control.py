@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -32,6 +33,9 @@ _LINE_BYTES_MAX = 1 << 16
 _CLIENT_TIMEOUT_S = 10.0
 _LIMIT_S_MAX = 1e6  # as of settings
 _BACKLOG = 128  # a launcher that is stopped accepts none
+#: Errors of a system, or a process, that has no more descriptors or memory for now; and the pause after one.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_EXHAUSTED_S = 0.1
 #: Raised when decoding invalid JSON.
 _INVALID = (ValueError, RecursionError)
 
@@ -102,8 +106,11 @@ class Control:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    return
+                time.sleep(_EXHAUSTED_S)
+                continue
             thread = threading.Thread(
                 target=self._handle, args=(connection,), name="polyhvd-client", daemon=True
             )

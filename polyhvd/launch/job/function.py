@@ -30,15 +30,16 @@ from polyhvd.launch.hosts.lists import Host, HostsError, parse_hostfile, parse_h
 from polyhvd.launch.job.blame import describe, traceback_lines
 from polyhvd.launch.job.job import Job, JobSpec
 from polyhvd.launch.job.output import Output
+from polyhvd.launch.job.processes import await_killed
 from polyhvd.launch.job.spec import address_of, working_directory
 from polyhvd.launch.providers.allocation import find
 from polyhvd.launch.providers.mpirun import find_launcher
 from polyhvd.launch.providers.ssh import SshAgents, SshOptions
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.auth import NO_RANK, new_secret, parse_secret
+from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.server import Server
-from polyhvd.rendezvous.store import GatherTimeoutError, StoreError
+from polyhvd.rendezvous.store import VALUE_BYTES_MAX
 
 __all__ = [
     "ERROR",
@@ -53,6 +54,7 @@ __all__ = [
     "payload_of",
     "run_function",
     "start_rank",
+    "too_few_results",
 ]
 
 _BY_MPI = "--mpi"
@@ -66,8 +68,6 @@ _PR_SET_PDEATHSIG = 1
 _ERROR_TIMEOUT_S = 10.0
 #: For the last output of a program that has ended: a process that it has left may hold the pipe for ever.
 _OUTPUT_S = 5.0
-#: For the end of a process after SIGKILL, which waits for a file system that does not answer.
-_KILLED_S = 5.0
 _INTERRUPTED_STATUS = 130
 _SECONDS_MAX = 1e6  # as of settings
 
@@ -134,22 +134,18 @@ def run_function(
     if allocation is not None and mpi_args is None:
         chosen = {"network_interface": interface, "remote_python": python or sys.executable}
         spec = spec.within(allocation, argparse.Namespace(**chosen, mpi=False, jsrun=False))
-    payload = payload_of(call, "run()")
+    payload = _checked(payload_of(call, "run()"), "run(): the function with its arguments")
     stdout, stderr = _stream(sys.stdout, 1), _stream(sys.stderr, 2)
     if mpi_args is not None:
         return _run_by_mpi(spec, ssh, payload, mpi_args, (stdout, stderr))
     count = changes.limits.size if changes else len(spec.placements)
     output = Output(count, directory=directory, stdout=stdout, stderr=stderr)
-    with (
-        contextlib.closing(output),
-        Job(spec, output) as job,
-        _client(job.rendezvous, job.secret) as client,
-    ):
-        client.put(FUNCTION, 0, payload)
-        _check(job, job.run(), client)
+    with contextlib.closing(output), Job(spec, output) as job:
+        job.rendezvous.post(FUNCTION, 0, payload)
+        _check(job, job.run())
         if changes:
-            return _results_of_last_world(client, output.size)
-        return _results(client, len(spec.placements))
+            return _results_of_last_world(job.rendezvous, output.size, changes.limits.min_size)
+        return _results(job.rendezvous, len(spec.placements))
 
 
 def payload_of(call: Call, caller: str) -> bytes:
@@ -165,6 +161,16 @@ def payload_of(call: Call, caller: str) -> bytes:
         raise TypeError(
             f"{caller}: {name} and its arguments cannot be sent to the ranks: {in_a_line(error)}"
         ) from error
+
+
+def _checked(value: bytes, what: str) -> bytes:
+    """Return pickled bytes; raise ValueError if they are more than the rendezvous takes."""
+    if len(value) > VALUE_BYTES_MAX:
+        raise ValueError(
+            f"{what} has {len(value)} bytes when pickled, and at most {VALUE_BYTES_MAX} can be sent; write "
+            "large data to a file, and send its path"
+        )
+    return value
 
 
 def start_rank(
@@ -203,20 +209,15 @@ def kill_rank(process: subprocess.Popen[bytes]) -> None:
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    try:
-        process.wait(_KILLED_S)
-    except subprocess.TimeoutExpired:
-        text = f"polyhvd: process {process.pid} has not ended within {_KILLED_S:g} s of SIGKILL"
-        print(f"{text}; it is left behind", file=sys.stderr, flush=True)
+    await_killed(process, "a rank")
 
 
-def _results(client: Client, size: int) -> list[Any]:
-    try:
-        values = client.gather(RESULT, size, wait_s=0.0)
-    except GatherTimeoutError as error:
-        ranks = ", ".join(map(str, error.missing))
-        raise RuntimeError(f"no result of rank {ranks}: the function has ended the process") from None
-    return [load_result(rank, value) for rank, value in enumerate(values)]
+def _results(server: Server, size: int) -> list[Any]:
+    found = server.values(RESULT)
+    if missing := sorted(set(range(size)) - found.keys()):
+        ranks = ", ".join(map(str, missing))
+        raise RuntimeError(f"no result of rank {ranks}: the function has ended the process")
+    return [load_result(rank, found[rank]) for rank in range(size)]
 
 
 def _run_by_mpi(
@@ -226,8 +227,8 @@ def _run_by_mpi(
     launcher = find_launcher()
     local = [network.is_local(host.name) for host in spec.hosts]
     secret, size = new_secret(), len(spec.placements)
-    with Server(parse_secret(secret), address_of(spec, local)) as server, _client(server, secret) as client:
-        client.put(FUNCTION, 0, payload)
+    with Server(parse_secret(secret), address_of(spec, local)) as server:
+        server.post(FUNCTION, 0, payload)
         settings = {**spec.env, "POLYHVD_RENDEZVOUS": server.endpoint, "POLYHVD_SECRET": secret}
         given = [name for name in spec.env if not name.startswith(("POLYHVD_", "HOROVOD_", "PYTHONPATH"))]
         extra = [word for name in given for word in ("-x", name)] if launcher.open_mpi else []
@@ -241,13 +242,13 @@ def _run_by_mpi(
         )
         if status := _run_program(command, env, spec.term_grace_s, outputs):
             failure = RuntimeError(f"{launcher.path} ended with status {status}")
-            errors = [error for rank in range(size) if (error := _error_of(rank, client))]
+            errors = [error for rank in range(size) if (error := _error_of(rank, server))]
             # The others' are what that of the first has led to.
             errors.sort(key=lambda error: isinstance(error, HorovodInternalError))
             if errors and isinstance(errors[0], Exception):
                 raise errors[0] from failure
             raise RuntimeError(f"{failure}\n({errors[0]})") if errors else failure
-        return _results(client, size)
+        return _results(server, size)
 
 
 def _run_program(
@@ -255,11 +256,10 @@ def _run_program(
 ) -> int:
     """Run a program that prints to these outputs, and return its exit status."""
     pipes = [output if isinstance(output, int) else subprocess.PIPE for output in outputs]
-    with subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=pipes[0], stderr=pipes[1]
-    ) as process:
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=pipes[0], stderr=pipes[1])
+    with contextlib.ExitStack() as stack:
         pumps = [
-            threading.Thread(target=_pump, args=(pipe, output), daemon=True)
+            threading.Thread(target=_pump, args=(stack.enter_context(pipe), output), daemon=True)
             for pipe, output in zip((process.stdout, process.stderr), outputs, strict=True)
             if pipe is not None
         ]
@@ -269,9 +269,12 @@ def _run_program(
             status = process.wait()
         except BaseException:
             process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(grace_s)
-            process.kill()
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(grace_s)
+            finally:
+                process.kill()
+                await_killed(process, command[0])
             raise
         deadline = time.monotonic() + _OUTPUT_S
         for pump in pumps:
@@ -301,13 +304,12 @@ def _elastic(
     return elastic_of([options], hosts or None)
 
 
-def _results_of_last_world(client: Client, processes: int) -> list[Any]:
+def _results_of_last_world(server: Server, processes: int, least: int) -> list[Any]:
     """The results of an elastic job, in rank order; those of ranks of worlds before are dropped."""
     found: dict[int, dict[int, Any]] = {}
     sizes = {}
     for process in range(processes):
-        with contextlib.suppress(GatherTimeoutError):  # it was lost, or left
-            (value,) = client.gather(f"{RESULT}/{process}", 1, wait_s=0.0)
+        for value in server.values(f"{RESULT}/{process}").values():  # none: it was lost, or left
             generation, rank, sizes[generation], result = cloudpickle.loads(value)
             found.setdefault(generation, {})[rank] = result
     last = max(found, default=0)
@@ -315,7 +317,17 @@ def _results_of_last_world(client: Client, processes: int) -> list[Any]:
     if missing:
         ranks = ", ".join(map(str, missing))
         raise RuntimeError(f"no result of rank {ranks}: the function has ended the process")
+    if len(found[last]) < least:  # a world has as many ranks
+        raise too_few_results(len(found[last]), f"min_np={least}")
     return [load_result(rank, value) for rank, value in sorted(found[last].items())]
+
+
+def too_few_results(count: int, setting: str) -> RuntimeError:
+    """The error of an elastic job that has lost processes that were in no world, and were not replaced."""
+    return RuntimeError(
+        f"the function has returned on {count} processes without calling hvd.init(), fewer than {setting}: "
+        "the others were lost. Call hvd.init() in the function, so that lost processes are replaced"
+    )
 
 
 def _stream(file: TextIO | None, descriptor: int) -> int | TextIO:
@@ -341,12 +353,12 @@ def load_result(rank: int, value: bytes) -> Any:
         ) from error
 
 
-def _check(job: Job, status: int, client: Client) -> None:
+def _check(job: Job, status: int) -> None:
     """Raise what the rank has raised that is to blame, if there is one."""
     if job.cause is not None:
         text = b"\n".join(traceback_lines(job.cause.tail)).decode("utf-8", "replace")
         failure = RuntimeError(f"{describe(job.cause)}\n{text}".rstrip())
-        error = _error_of(job.cause.rank, client)
+        error = _error_of(job.cause.rank, job.rendezvous)
         if isinstance(error, Exception):
             raise error from failure
         if error:
@@ -358,13 +370,10 @@ def _check(job: Job, status: int, client: Client) -> None:
         raise RuntimeError(f"the job ended with status {status}")
 
 
-def _error_of(rank: int, client: Client) -> Exception | str:
+def _error_of(rank: int, server: Server) -> Exception | str:
     """The exception of a rank, why it is not available, or an empty text if it has sent none."""
-    try:
-        (value,) = client.gather(f"{ERROR}/{rank}", 1, 0.0)
-    except StoreError:
-        return ""  # it was killed, or has left by sys.exit()
-    return load_error(value)
+    value = server.values(f"{ERROR}/{rank}").get(0)
+    return "" if value is None else load_error(value)  # None: it was killed, or has left by sys.exit()
 
 
 def load_error(value: bytes) -> Exception | str:
@@ -381,11 +390,6 @@ def load_error(value: bytes) -> Exception | str:
 def in_a_line(error: BaseException) -> str:
     """Class and first line of an error."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _client(server: Server, secret: str) -> Client:
-    deadline = time.monotonic() + 10
-    return Client(server.endpoint, parse_secret(secret), rank=NO_RANK, generation=0, deadline=deadline)
 
 
 def main() -> None:
@@ -431,6 +435,7 @@ def _call(launched: Launched) -> None:
             f"rank {launched.rank}: a result of type {type(value).__name__} cannot be sent to polyhvd.run: "
             f"{in_a_line(error)}"
         ) from error
+    _checked(result, f"rank {launched.rank}: the result")
     if launched.member is None:
         _hand_in(launched, RESULT, launched.rank, result, start_timeout_s)
     else:
@@ -444,12 +449,12 @@ def _number(launched: Launched) -> int:
 
 
 def _last_place(member: int) -> tuple[int, int, int]:
-    """Generation, rank and size of the last world of this process of an elastic job; 0: it was in none."""
+    """Generation, rank and size of the last world of this process; without one, 0, its number and 0."""
     from polyhvd.elastic import process
 
     found = process.find()
     if found is None or member not in found.launcher.reply.members:
-        return 0, member, 1
+        return 0, member, 0
     answer = found.launcher.reply
     return answer.generation, answer.members.index(member), len(answer.members)
 

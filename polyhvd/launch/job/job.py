@@ -52,6 +52,8 @@ _STUCK_OUTPUT_S = 2.0
 #: While the launcher's output is not read: how long agents continue, and bytes kept of each one.
 _HOLD_AFTER_S = 0.5
 _ASIDE_BYTES_MAX = 4 << 20
+#: For the process of an agent that has ended, and between two looks at it.
+_CLOSE_S, _CLOSING_LOOK_S = 5.0, 0.005
 
 
 class Job:
@@ -68,7 +70,7 @@ class Job:
         self._hosts = list(spec.hosts)
         self._ranks = ranks_of(spec)
         self._running = {placement.rank for placement in spec.placements}
-        self._metrics = JobMetrics(self._running, self._hosts)
+        self._metrics = JobMetrics(self._running, self._hosts, spec.metrics_interval_s)
         self._endpoint = self._open_endpoint()
         address = address_of(spec, self._local)
         self.rendezvous = Server(parse_secret(self.secret), address, observe=self._observe)
@@ -77,7 +79,9 @@ class Job:
         self._selector = selectors.DefaultSelector()
         self._outboxes = Outboxes(self._selector)
         self._agents = Agents()
+        self._closing: dict[HostAgent, tuple[float, str]] = {}  # that have ended: until when to wait, and why
         self._unstarted: list[tuple[HostAgent, list[Placement], Host]] = []
+        self._agentless: list[tuple[int, str, str]] = []  # members without an agent: number, host and why
         self._checks: HostChecks | Admission | None = None  # until all hosts have passed
         self._awaiting = False  # a reader of our output
         self._holding = False  # ranks must write no more
@@ -226,7 +230,7 @@ class Job:
             "POLYHVD_RENDEZVOUS": endpoint,
             "POLYHVD_SECRET": self.secret,
             "POLYHVD_HOST_ID": str(self._agents.number_of(process)),
-            "POLYHVD_METRICS_INTERVAL_S": self._spec.metrics_interval,
+            "POLYHVD_METRICS_INTERVAL_S": f"{self._spec.metrics_interval_s:g}",
         }
         order = self._spec.order(ranks, process.environment, variables)
         return {**order, "heartbeat_timeout_s": self._heartbeats.silence_s, "ignored": self._ignored}
@@ -238,7 +242,13 @@ class Job:
         self._running.add(member)
         while self._output.size <= member:
             self._output.add_rank()
-        process = self._agent_on(host, number)
+        try:
+            process = self._agent_on(host, number)
+        except OSError as error:  # too many open files or processes: the job continues without it
+            why = f"was not started: polyhvdrun cannot start an agent for it: {error.strerror or error}"
+            self._agentless.append((member, host.name, why))
+            self._ring()
+            return
         variables = {
             **rank_environment((), place, host.name, knows_rank=knows_rank),
             "POLYHVD_MEMBER": str(member),
@@ -260,8 +270,8 @@ class Job:
     def _agent_on(self, host: Host, number: int) -> HostAgent:
         """The agent on a host of an elastic job; a new one has to report first whether the host is fit."""
         while number >= len(self._hosts):
-            self._hosts.append(host)
             self._local.append(network.is_local(host.name))
+            self._hosts.append(host)
         self._hosts[number] = host
         for process in self._agents:
             refused = process.ended or self._admission.refuses(process)
@@ -280,6 +290,9 @@ class Job:
             for member in members:
                 self._output.retire(member)
             (process.cut if process.ready else process.kill)()
+        while self._agentless:
+            member, host, why = self._agentless.pop()
+            self._exited(member, host, 1, why)
 
     def end(self, reason: str, cause: Ending | None, status: int) -> None:
         """End the job, which has failed."""
@@ -300,7 +313,7 @@ class Job:
         if self._ranks.renews and not self._running:
             for process in self._agents:
                 process.cut()  # it would wait for more to start
-        return all(process.ended for process in self._agents)
+        return not self._closing and all(process.ended for process in self._agents)
 
     # Requests of commands
 
@@ -358,6 +371,8 @@ class Job:
         deadlines = [self._agents.start_by(process) for process in starting]
         if not self._stopping.begun:
             deadlines.append(self._ranks.next_at(time.monotonic()))
+        if self._closing:
+            deadlines.append(time.monotonic() + _CLOSING_LOOK_S)
         for key, _ in self._selector.select(self._timer_s(*deadlines)):
             if key.data is None:
                 self._forward_signals()
@@ -370,18 +385,21 @@ class Job:
                     self._selector.unregister(process.stderr)
             elif read == process.receive and not process.ended:
                 self._take(process)
+        self._close_ended()
         now = time.monotonic()
         self._answer(now)
         for process in starting:
             if now >= self._agents.start_by(process) and not process.ready and not process.ended:
                 process.complaints.append(f"no answer within {self._spec.start_timeout_s:g} s")
                 process.kill()
+                process.ended = True  # what it has started may hold its output
+                self._agent_ended(process)
         if self._checks is self._admission:  # all that is placed was started
             if not self._stopping.begun:
                 self._admission.give_up(item for item in starting if now >= self._agents.start_by(item))
                 self._admit()
             self._ranks.turn(now)
-            for process in self._agents.take_gone(now, self._judges):
+            for process in self._agents.take_gone(now, self._is_needed):
                 process.close()
                 self._heartbeats.forget(process)
                 self._admission.forget(process)
@@ -482,6 +500,10 @@ class Job:
                 at_end.add(polled[fd])
         return ready
 
+    def _is_needed(self, process: HostAgent) -> bool:
+        """Return whether an agent that has ended may not be forgotten."""
+        return self._judges(process) or process in self._closing or not process.has_exited()
+
     def _judges(self, process: HostAgent) -> bool:
         """Return whether it is not known yet if the host of this agent can take part."""
         return self._checks is not None and self._checks.awaits(process)
@@ -511,10 +533,10 @@ class Job:
                 ended = f"was ended by its agent: {reason}" if reason else ""
                 if not status and self._verdict.has_finished(rank):
                     reason = ended = ""  # whatever happened to its agent
-                self._exited(rank, process, status or int(bool(reason)), ended)
+                self._exited(rank, process.host, status or int(bool(reason)), ended)
             elif kind == agent.FAILED:
                 status, reason = agent.parse_status(payload)
-                self._exited(rank, process, status, f"was not started: {reason}")
+                self._exited(rank, process.host, status, f"was not started: {reason}")
             elif kind == agent.FACTS and self._checks is not None:
                 self._checks.take(process, rank, payload)
             elif kind == agent.NOTICE and rank == signal.SIGTERM:
@@ -535,9 +557,25 @@ class Job:
             self._selector.unregister(process.stderr)
             while process.complain():
                 pass
+        if self._judges(process) or any(rank in self._running for rank in process.ranks):
+            self._closing[process] = (time.monotonic() + _CLOSE_S, reason)
+            self._close_ended()
+
+    def _close_ended(self) -> None:
+        """Handle the loss of agents whose processes have ended, or do not end in time.
+
+        The loop does not wait for one of them: the other agents would receive no heartbeats.
+        """
+        for process, (until, reason) in list(self._closing.items()):
+            if not process.has_exited():
+                if time.monotonic() < until:
+                    continue
+                process.kill()
+            del self._closing[process]
+            self._agent_lost(process, reason)
+
+    def _agent_lost(self, process: HostAgent, reason: str) -> None:
         lost = [rank for rank in process.ranks if rank in self._running]
-        if not lost and not self._judges(process):
-            return
         what = "was lost" if process.ready else "was not started"
         status = process.close()
         if self._checks is not None and self._checks.awaits(process):
@@ -547,9 +585,9 @@ class Job:
         if process.complaints:
             reason += ": " + "; ".join(process.complaints)
         for rank in lost:
-            self._exited(rank, process, 1, reason)
+            self._exited(rank, process.host, 1, reason)
 
-    def _exited(self, rank: int, process: HostAgent, status: int, reason: str = "") -> None:
+    def _exited(self, rank: int, host: str, status: int, reason: str = "") -> None:
         if rank not in self._running:
             return
         self._running.discard(rank)
@@ -557,7 +595,7 @@ class Job:
             self._unfinished.append(rank)
         else:
             self._output.finish(rank)
-        ending = self._ending(rank, process, status, reason)
+        ending = self._ending(rank, host, status, reason)
         self._verdict.forget(rank)
         if self._ranks.renews:
             self._output.retire(rank)
@@ -573,8 +611,8 @@ class Job:
         if isinstance(decision, StopOthers):
             self._stopping.plan_after_failure(decision.at)
 
-    def _ending(self, rank: int, process: HostAgent, status: int, reason: str = "") -> Ending:
-        return self._verdict.ending(rank, process.host, status, self._output.tail(rank), reason)
+    def _ending(self, rank: int, host: str, status: int, reason: str = "") -> Ending:
+        return self._verdict.ending(rank, host, status, self._output.tail(rank), reason)
 
     # Ending
 
@@ -582,7 +620,7 @@ class Job:
         """End the other ranks after one has failed."""
         for process in self._agents:
             living = [rank for rank in process.ranks if rank in self._running]
-            self._verdict.add_late([self._ending(rank, process, 1) for rank in living])
+            self._verdict.add_late([self._ending(rank, process.host, 1) for rank in living])
         self._stopping.begin(signal.SIGTERM, now)
 
     def _send(self, number: int) -> None:

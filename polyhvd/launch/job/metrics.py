@@ -44,11 +44,13 @@ class JobMetrics:
     Args:
         running: numbers of the processes that have not ended. Another thread changes it.
         hosts: of the job; ranks name them by number.
+        interval_s: seconds between two reports of a rank.
     """
 
-    def __init__(self, running: Set[int], hosts: Sequence[Host] = ()) -> None:
+    def __init__(self, running: Set[int], hosts: Sequence[Host] = (), interval_s: float = 2.0) -> None:
         self._running = running
         self._hosts = hosts
+        self._interval_s = interval_s
         self._reports: dict[int, RankReport] = {}  # by number of the process; copied as a whole by readers
         self._started_at = time.time()
 
@@ -76,6 +78,7 @@ class JobMetrics:
                 "host": report.host,
                 "generation": report.generation,
                 "age_s": round(now - report.at, 3),
+                "interval_s": self._interval_s,
                 "values": dict(report.values),
             }
             for report in self.reports()

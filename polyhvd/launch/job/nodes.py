@@ -273,7 +273,7 @@ def _lead(
 def _status(arrivals: Arrivals, names: Sequence[str], command: str) -> Iterator[None]:
     """Answer ``polyhvd status`` while other hosts are waited for; not where the system has no such socket."""
     since = time.monotonic()
-    job = {"job": os.getpid(), "elastic": False, "command": command, "started": time.time()}
+    job = {"job": os.getpid(), "elastic": False, "command": command, "started": since}
 
     def answer(request: Request) -> None:
         if "status" not in request.content:

@@ -86,10 +86,12 @@ class Output:
         self._copied = copied
         self._live: tuple[int, bytes] | None = None  # the unfinished line that a terminal shows
         self._copying = True  # until a file could not be written
+        self._begun = False  # afterwards, a file that cannot be opened is reported
         #: Called with a descriptor that takes nothing for now; False: give its stream up.
         self.await_reader: Callable[[int], bool] = await_reader
         for _ in range(size):
             self.add_rank()
+        self._begun = True
 
     @property
     def size(self) -> int:
@@ -104,8 +106,13 @@ class Output:
     def _add(self, rank: int, mode: str) -> _Rank:
         prefix = f"[{rank:>{self._width}}] " if self._tag else ""
         self._ranks[rank] = state = _Rank(prefix, _COLOURS[rank % len(_COLOURS)])
-        if self._folder is not None:
-            self._open_files(state, self._folder / f"rank.{rank:0{self._width}}", mode)
+        if self._folder is not None and self._copying:
+            try:
+                self._open_files(state, self._folder / f"rank.{rank:0{self._width}}", mode)
+            except OSError as error:
+                if not self._begun:
+                    raise
+                self._stop_copying(str(error.filename), error)
         return state
 
     def _of(self, rank: int) -> _Rank:
@@ -182,10 +189,11 @@ class Output:
             while view:
                 view = view[file.write(view) :]
         except OSError as error:
-            self._copying = False
-            self.report(
-                f"cannot write {file.name}: {error.strerror}; the job continues, its output is only printed"
-            )
+            self._stop_copying(file.name, error)
+
+    def _stop_copying(self, name: str, error: OSError) -> None:
+        self._copying = False
+        self.report(f"cannot write {name}: {error.strerror}; the job continues, its output is only printed")
 
     def _open_files(self, state: _Rank, folder: Path, mode: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,10 @@ A policy starts nothing, signals nothing and reads no clock, so that lists of en
 
 from __future__ import annotations
 
-from collections.abc import Set
+import os
+from collections.abc import Callable, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from polyhvd.launch.job.blame import Ending
@@ -19,12 +21,14 @@ __all__ = [
     "StartReplacement",
     "StopAtFirstFailure",
     "StopOthers",
+    "processes_per_core",
 ]
 
 #: After a failure, by how certain it is that this is the cause itself: time for the cause to show up, and for
 #: the other ranks to report what they have lost and to write their flight dumps. The longest is for a rank
-#: that has lost another one.
+#: that has lost another one. On a busy host it is as many times longer as processes share a core.
 _SETTLE_S = (0.5, 0.5, 1.0)
+_PROCESSES_PER_CORE_MAX = 10.0
 
 
 @dataclass(frozen=True)
@@ -64,18 +68,35 @@ class FailurePolicy(Protocol):
 
         Example::
 
-            StopAtFirstFailure().on_ending(Ending(1, "host1", -9), {0}, now=5.0)  # StopOthers(at=5.0)
+            StopAtFirstFailure().on_ending(Ending(1, "host1", -9), {0}, now=5.0)  # StopOthers(at=5.5)
         """
 
 
+def processes_per_core() -> float:
+    """Return how many processes share each core of this host, now or in the last minute: from 1 to 10."""
+    try:
+        load, _, _, runnable, _ = Path("/proc/loadavg").read_text().split()
+    except OSError:
+        return 1.0
+    busy = max(float(load), int(runnable.partition("/")[0]))
+    return min(max(busy / (os.cpu_count() or 1), 1.0), _PROCESSES_PER_CORE_MAX)
+
+
 class StopAtFirstFailure:
-    """A rank that fails ends the job. The default."""
+    """A rank that fails ends the job. The default.
+
+    Args:
+        slowdown: returns by how much longer than usual the other ranks need.
+    """
+
+    def __init__(self, slowdown: Callable[[], float] = processes_per_core) -> None:
+        self._slowdown = slowdown
 
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
         """Stop the others soon, after more time where the failure does not explain itself."""
         if not ending.failed:
             return GoOn()
-        return StopOthers(now + _SETTLE_S[ending.certainty])
+        return StopOthers(now + _SETTLE_S[ending.certainty] * self._slowdown())
 
 
 class LetOthersFinish:

@@ -10,14 +10,17 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
-__all__ = ["descendants", "kill_descendants", "oom_kills", "run_aside", "send_signal"]
+__all__ = ["await_killed", "descendants", "kill_descendants", "oom_kills", "run_aside", "send_signal"]
 
 #: Processes that tidy /dev/shm up once their clients are dead: of multiprocessing, and of PyTorch.
 _JANITOR = re.compile(rb"resource_tracker import main|torch_shm_manager")
 _JANITOR_S = 3.0
+#: For the end of a process after SIGKILL, which may wait for a file system that does not answer.
+_KILLED_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -100,6 +103,18 @@ def kill_descendants(wait_s: float = 5.0) -> None:
         if not living or now >= begin + wait_s:
             return
         time.sleep(0.005)
+
+
+def await_killed(process: subprocess.Popen[bytes], name: str) -> int:
+    """Return the exit status of a child that was sent SIGKILL.
+
+    Waits a few seconds for its end. Then it reports the process, by this name, and leaves it behind.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(_KILLED_S)
+    text = f"polyhvd: {name} (process {process.pid}) has not ended within {_KILLED_S:g} s of SIGKILL"
+    print(f"{text}; it is left behind", file=sys.stderr, flush=True)
+    return -signal.SIGKILL
 
 
 def oom_kills() -> tuple[int, int]:

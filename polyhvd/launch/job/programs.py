@@ -69,7 +69,7 @@ def lay_out(parts: Sequence[Part]) -> tuple[list[Host], list[Placement], list[Pr
         if part.size > len(pool):
             listed = ", ".join(f"{host.name}:{host.slots}" for host in (part.hosts or () if own else shared))
             raise HostsError(
-                f"program {number} ({part.argv[0]}): {part.size} ranks were asked for, but {len(pool)} slots "
+                f"program {number} ({part.argv[0]}): {part.size} ranks were requested, but {len(pool)} slots "
                 f"are left for them ({listed}); give hosts more slots, or pass -H for this program"
             )
         programs.append(Program(part.argv, range(len(positions), len(positions) + part.size), part.env))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,8 +26,10 @@ def passing_signals_to(alarm: int) -> Iterator[None]:
     former = {}
     for number in (*agent.STOP_SIGNALS, *agent.USER_SIGNALS, signal.SIGTSTP):
         handler = signal.getsignal(number)
-        # What nohup has the launcher ignore stays ignored; signals for users' own ends may be in use.
-        if (number in agent.STOP_SIGNALS and handler != signal.SIG_IGN) or handler == signal.SIG_DFL:
+        # What nohup has the launcher ignore stays ignored; signals for users' own ends may be in use, also by
+        # a handler that Python does not know, such as faulthandler's.
+        is_free = handler == signal.SIG_DFL and not agent.has_handler(os.getpid(), number)
+        if (number in agent.STOP_SIGNALS and handler != signal.SIG_IGN) or is_free:
             former[number] = signal.signal(number, _leave_to_the_loop)
     try:
         yield

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["JobSpec", "address_of", "working_directory"]
 
 _INTERVAL = "POLYHVD_METRICS_INTERVAL_S"
+#: Of the rank or user that has started the launcher, and not for its ranks. A job that has them sets its own.
+_NOT_PASSED_ON = (
+    "POLYHVD_SECRET_FILE",
+    "HOROVOD_SECRET_FILE",
+    "POLYHVD_MEMBER",
+    "POLYHVD_LAUNCHER_TIMEOUT_S",
+)
 
 
 @dataclass
@@ -115,11 +122,18 @@ class JobSpec:
         )
 
     @property
-    def metrics_interval(self) -> str:
-        """The value of POLYHVD_METRICS_INTERVAL_S for ranks; by default reports cost the launcher little."""
+    def metrics_interval_s(self) -> float:
+        """The value of POLYHVD_METRICS_INTERVAL_S for ranks; by default reports cost the launcher little.
+
+        Raises:
+            ConfigError: the setting is no such number.
+        """
+        if (given := self.env.get(_INTERVAL, os.environ.get(_INTERVAL))) is not None:
+            from polyhvd.config import Launched  # takes long to import
+
+            return Launched.from_environment({_INTERVAL: given}).metrics_interval_s
         size = len(self.placements) if self.elastic is None else self.elastic.limits.max_size
-        default = f"{min(max(2.0, size / 200), 60.0):g}"
-        return self.env.get(_INTERVAL, os.environ.get(_INTERVAL, default))
+        return min(max(2.0, size / 200), 60.0)
 
     def argv_of(self, ranks: Sequence[int]) -> list[str]:
         """The command that runs these ranks' programs."""
@@ -138,13 +152,14 @@ class JobSpec:
             inherited: what they have of the launcher's environment.
             variables: of the job, for all of them.
         """
+        passed_on = {name: value for name, value in inherited.items() if name not in _NOT_PASSED_ON}
         return {
             "argv": self.argv_of([rank for rank, _ in ranks]),
             "cwd": working_directory(),
-            "env": {**inherited, "PYTHONUNBUFFERED": "1", **self.env, **variables},
+            "env": {**passed_on, "PYTHONUNBUFFERED": "1", **self.env, **variables},
             "grace_s": self.term_grace_s,
             "stopped_s": self.stopped_s,
-            "unset": ["POLYHVD_SECRET_FILE", "HOROVOD_SECRET_FILE"],
+            "unset": _NOT_PASSED_ON,
             "ranks": ranks,
         }
 

@@ -24,8 +24,8 @@ _ROWS_MAX = 64
 _JOBS_MAX = 32
 #: Ranks without a report that are named.
 _NAMED_MAX = 8
-#: A report of this age, in seconds, shows that the rank is frozen; see POLYHVD_METRICS_INTERVAL_S.
-_OLD_S = 10.0
+#: A report of this age, in seconds and in intervals between reports, shows that the rank is frozen.
+_OLD_S, _OLD_INTERVALS = 10.0, 3.0
 #: States of slots whose ranks report.
 _RUNNING = ("running", "training")
 _INVALID = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
@@ -225,11 +225,12 @@ def _cached(report: Mapping[str, Any]) -> str:
 
 def _remark(report: Mapping[str, Any]) -> str:
     age_s = float(report["age_s"])
+    old_s = max(_OLD_S, _OLD_INTERVALS * float(report["interval_s"]))
     parts: Iterator[str] = filter(
         None,
         (
             "slow" if _value(report, "slow") else "",
-            f"no report for {age_s:.0f} s" if age_s >= _OLD_S else "",
+            f"no report for {age_s:.0f} s" if age_s >= old_s else "",
         ),
     )
     return ", ".join(parts)

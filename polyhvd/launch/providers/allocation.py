@@ -63,7 +63,7 @@ class Allocation:
             return [Host(hosts[0].name, size)]
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         raise HostsError(
-            f"{size} ranks were asked for, but {self.allocator.name} job {self.job} has {slots} slots "
+            f"{size} ranks were requested, but {self.allocator.name} job {self.job} has {slots} slots "
             f"({listed}; {self.seen}); {self.more}, or give each host N with --slots-per-host N"
         )
 

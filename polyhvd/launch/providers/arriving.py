@@ -22,6 +22,7 @@ from polyhvd.launch.hosts.lists import Host
 from polyhvd.launch.job import agent
 from polyhvd.launch.job.agent_process import AgentStreams
 from polyhvd.launch.providers.starting import HostAgent
+from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import Greeting, derive_secret
 from polyhvd.rendezvous.handshakes import Authenticated, Handshakes
 from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError, tampered
@@ -108,6 +109,10 @@ class ArrivedAgent(AgentStreams):
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def has_exited(self) -> bool:
+        """Always: its process is on another host."""
+        return True
+
     def close(self) -> int:
         """Nothing to wait for; the agent's status, or 1 where the connection was lost."""
         return int(self._lost) or self._status
@@ -117,7 +122,7 @@ class ArrivedAgent(AgentStreams):
         self.send(agent.RESULT, json.dumps(result).encode())
         deadline = time.monotonic() + _CONCLUDE_S
         while not self._lost and not self.flush() and time.monotonic() < deadline:
-            select.select([], [self.stdin], [], _LOOK_S)
+            network.await_ready([self.stdin.fileno()], _LOOK_S, select.POLLOUT)
         for stream in (self.stdin, self.stdout, self.stderr, self._socket):
             with contextlib.suppress(OSError):
                 stream.close()

@@ -1,4 +1,4 @@
-"""Jobs that cannot be joined: whether a launcher of such has started this process, as one of several.
+"""Detects launchers whose jobs polyhvd cannot join, and that have started this process as one of several.
 
 Pure: a mapping of environment variables in, a description out.
 """

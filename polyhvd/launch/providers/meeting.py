@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import secrets
-import select
 import stat
 import time
 from contextlib import suppress
@@ -77,7 +76,7 @@ def _read_file(path: Path) -> bytes:
     try:
         _check_owner(os.fstat(descriptor))
         while len(found) < _FILE_BYTES_MAX:
-            if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not network.await_ready([descriptor], deadline - time.monotonic()):
                 break
             part = os.read(descriptor, _FILE_BYTES_MAX - len(found))
             if not part:
@@ -143,7 +142,7 @@ class MeetingProvider(Provider):
         except RootNotFoundError as error:
             raise PeerLostError(
                 f"rank {rank} waited {settings.start_timeout_s:g} s for {error}: it has not called init(); "
-                f"POLYHVD_START_TIMEOUT sets the time{self._unfound(claim)}"
+                f"POLYHVD_START_TIMEOUT sets the limit{self._unfound(claim)}"
             ) from None
         except StoreError as error:
             raise HorovodInternalError(f"rank {rank}: {error}") from None
@@ -182,7 +181,7 @@ class MeetingProvider(Provider):
         if claim.size > RANKS_MAX:
             raise ConfigError(
                 f"init(): {self.name}'s job has {claim.size} ranks ({claim.seen}); at most {RANKS_MAX} are "
-                "possible"
+                "supported"
             )
         return rank, claim.size
 
@@ -285,7 +284,7 @@ class _Placing:
                 values = self._store.take(request)
             except GatherTimeoutError as error:
                 rejected = sorted(self._store.strangers.intersection(error.missing))
-                why = "they have not called init(); POLYHVD_START_TIMEOUT sets the time"
+                why = "they have not called init(); POLYHVD_START_TIMEOUT sets the limit"
                 if rejected:
                     why = (
                         f"processes that call as ranks {rejected} have another secret; POLYHVD_SECRET (or "
@@ -301,9 +300,9 @@ class _Placing:
             if time.monotonic() >= self._deadline + _GRACE_S:
                 raise PeerLostError(
                     f"rank {self._rank} waited {wait_s:g} s for rank 0, which does not answer: it is "
-                    "stopped, or cut off from this process; POLYHVD_START_TIMEOUT sets the time"
+                    "stopped, or disconnected from this process; POLYHVD_START_TIMEOUT sets the limit"
                 )
-            select.select([self._store], [], [], _TICK_S)  # a value and a failure may arrive together
+            network.await_ready([self._store.fileno()], _TICK_S)  # a value and a failure may arrive together
 
     def _check_failure(self) -> None:
         with suppress(GatherTimeoutError):

