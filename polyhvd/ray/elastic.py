@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
@@ -15,7 +15,7 @@ from polyhvd.elastic.limits import Limits
 from polyhvd.launch.elastic.discovery import Discovery, HostDiscovery
 from polyhvd.launch.elastic.driven import Elastic
 from polyhvd.launch.hosts.lists import Host
-from polyhvd.ray.elastic_job import ElasticJob, Workers
+from polyhvd.ray.elastic_job import FREED_S, ElasticJob, Workers
 from polyhvd.ray.room import Demand, GroupRoom, KnownHosts, NodeRoom, RayHostDiscovery, Room, Watched
 from polyhvd.ray.worker import Call
 from polyhvd.rendezvous import network
@@ -23,6 +23,7 @@ from polyhvd.rendezvous import network
 __all__ = ["ElasticParams", "ElasticRayExecutor", "ElasticSettings", "Jobs"]
 
 _INTERVAL_S = 1.0
+_SETTLE_INTERVAL_S = 0.1
 
 
 @dataclass
@@ -124,6 +125,10 @@ class Jobs:
         nics: interface, network or address of all connections; several with commas.
     """
 
+    #: Of this driver's last job: the resources of a process, how many processes it had, and until when Ray
+    #: may list their resources as used.
+    _former: ClassVar[tuple[Mapping[str, float], int, float]] = ({}, 0, 0.0)
+
     def __init__(
         self, name: str, params: ElasticParams, discovery: HostDiscovery | None, timeout_s: float, nics: str
     ) -> None:
@@ -136,9 +141,9 @@ class Jobs:
         self._timeout_s, self._nics = timeout_s, nics
         self._job: ElasticJob | None = None  # that runs
         self._lock = threading.Lock()  # while that changes
-        self._stops = threading.Event()  # stop() was called since wait_for_room() began
+        self._stops = threading.Event()  # stop() was called since start() began
 
-    def wait_for_room(self) -> None:
+    def start(self) -> None:
         """Wait until there is room for the fewest ranks that a job may have.
 
         Raises:
@@ -146,26 +151,42 @@ class Jobs:
             RuntimeError: :meth:`stop` has been called meanwhile.
         """
         self._stops.clear()
-        params, room = self._params, self._room()
-        deadline = time.monotonic() + params.elastic_timeout
+        room = self._room()
+        self._wait_for_room("start", room, lambda: self._hosts(room))
+
+    def _wait_for_room(
+        self, method: str, room: Room | None, look: Callable[[], Mapping[str, int]]
+    ) -> Mapping[str, int]:
+        """Return the hosts when they have room, as of :meth:`start`; ``look`` finds them."""
+        name, params = f"{self._name}.{method}()", self._params
+        begun, pause_s = time.monotonic(), 0.0
         demand = self._demand(room)
+        resources, count, freed_at = self._former
+        if room is None or resources != params.resources:
+            count = 0
+        elif params.max_workers is not None:
+            count = min(count, params.max_workers + params.spares)
         try:
-            while (slots := sum(self._hosts(room).values())) < params.min_workers:
-                if time.monotonic() >= deadline:
+            while not self._stops.wait(pause_s):
+                hosts, now = look(), time.monotonic()
+                slots, left_s = sum(hosts.values()), begun + params.elastic_timeout - now
+                is_settled = now >= freed_at or slots >= count
+                if slots >= params.min_workers and (is_settled or left_s <= 0):
+                    return hosts
+                if left_s <= 0:
                     where = "settings.discovery" if room is None else room.name
-                    resources = "" if room is None else f" {room.resources()}."
+                    found = "" if room is None else f" {room.resources()}."
                     if isinstance(self._discovery, KnownHosts) and self._discovery.unknown:
-                        resources = f" No node of Ray has the id or address {self._discovery.unknown}."
+                        found = f" No node of Ray has the id or address {self._discovery.unknown}."
                     raise TimeoutError(
-                        f"{self._name}.start(): {where} has room for {slots} ranks with {params.resources} "
+                        f"{name}: {where} has room for {slots} ranks with {params.resources} "
                         f"each, fewer than min_workers={params.min_workers}, and no more has come within "
-                        f"{params.elastic_timeout:g} s.{resources} Ask for fewer workers, or add nodes"
+                        f"{params.elastic_timeout:g} s.{found} Ask for fewer workers, or add nodes"
                     )
-                if demand is not None:
+                if demand is not None and is_settled:
                     demand.show_whole(params.min_workers)
-                self._stops.wait(min(_INTERVAL_S, max(0.0, deadline - time.monotonic())))
-                if self._stops.is_set():
-                    raise RuntimeError(f"{self._name}.start(): shutdown() has been called meanwhile")
+                pause_s = min(_INTERVAL_S if is_settled else _SETTLE_INTERVAL_S, left_s)
+            raise RuntimeError(f"{name}: shutdown() has been called meanwhile")
         finally:
             if demand is not None:
                 demand.close()
@@ -179,6 +200,10 @@ class Jobs:
             call: a reference to a :data:`polyhvd.ray.worker.Call`.
             variables: to set in the environment of each process.
             callbacks: called with each value that ``ray_logger.log()`` sends.
+
+        Raises:
+            TimeoutError: there is no room for it, as of :meth:`start`.
+            RuntimeError: see :meth:`ElasticRayExecutor.run`.
         """
         given = {"POLYHVD_START_TIMEOUT": f"{self._timeout_s:g}", **variables}
         if self._nics:
@@ -186,7 +211,10 @@ class Jobs:
         address = network.address_of(self._nics) if self._nics else ray.util.get_node_ip_address()
         room = self._room()
         demand = self._demand(room)
-        workers = Workers(call, self._params.resources, given, address, self._timeout_s, room, demand)
+        params = self._params
+        workers = Workers(
+            call, params.resources, given, address, self._timeout_s, params.min_workers, room, demand
+        )
         with self._lock:
             if self._job is not None:
                 raise RuntimeError(f"{self._name}.run(): another thread runs a job with this executor")
@@ -194,8 +222,8 @@ class Jobs:
         try:
             watched = None if room is None else Watched(room, job.held, job.leave, demand)
             discovery = Discovery(watched or self._discovery, _INTERVAL_S)
-            hosts = discovery.look()
-            limits = self._params.limits(sum(hosts.values()))
+            hosts = self._wait_for_room("run", room, discovery.look)
+            limits = params.limits(sum(hosts.values()))
             if watched is not None:
                 watched.wanted = limits.max_size + limits.spares_in_slots
                 job.find_hosts = discovery.look
@@ -203,6 +231,8 @@ class Jobs:
         finally:
             if demand is not None:
                 demand.close()
+            if count := sum(job.held().values()):
+                Jobs._former = params.resources, count, time.monotonic() + FREED_S
             with self._lock:
                 self._job = None
             job.close()
@@ -357,7 +387,7 @@ class ElasticRayExecutor:
             TimeoutError: it has not within ``elastic_timeout``.
             RuntimeError: another thread has called :meth:`shutdown` meanwhile.
         """
-        self._jobs.wait_for_room()
+        self._jobs.start()
         self._started = True
 
     def run(
@@ -377,6 +407,7 @@ class ElasticRayExecutor:
             RuntimeError: the job has failed otherwise: too few ranks are left, or the ranks have changed more
                 often than ``reset_limit``; or the executor was not started, or another thread runs a job with
                 it or has called :meth:`shutdown`.
+            TimeoutError: the cluster has no room for ``min_num_proc`` ranks within ``elastic_timeout``.
             TypeError: ``worker_fn`` cannot be pickled; nothing was run.
             KeyboardInterrupt: Ctrl-C. The ranks have ended.
         """

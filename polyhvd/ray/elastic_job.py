@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from polyhvd.config import Launched
 from polyhvd.launch.elastic.driver import Driver
 from polyhvd.launch.elastic.function_job import DRIVER_TIMEOUT_S, Failure, FunctionJob
 from polyhvd.launch.hosts.lists import Host
+from polyhvd.launch.job.function import too_few_results
 from polyhvd.ray.meeting import check_versions
 from polyhvd.ray.ray_logger import LOGGED
 from polyhvd.ray.raylet import kill
@@ -29,10 +31,10 @@ from polyhvd.ray.room import ANY, Demand, Held, Room
 from polyhvd.ray.worker import ElasticWorker, Outcome
 from polyhvd.runtime.placement import Placement
 
-__all__ = ["ElasticJob", "Workers"]
+__all__ = ["FREED_S", "ElasticJob", "Workers"]
 
 #: In which Ray makes the resources of an actor that has ended available.
-_FREED_S = 3.0
+FREED_S = 3.0
 #: Actors in a row that have ended before they could be called: another one would end, too.
 _UNSTARTED_MAX = 4
 
@@ -47,6 +49,7 @@ class Workers:
         variables: to set in the environment of each.
         address: of this host, at which they reach the driver.
         start_timeout_s: seconds for Ray to start one.
+        least: number of results that the job needs.
         room: where they are started; None: on the nodes with the ids or addresses that are found.
         demand: of the job, which is not to take resources from actors that are being started.
     """
@@ -56,6 +59,7 @@ class Workers:
     variables: Mapping[str, str]
     address: str
     start_timeout_s: float
+    least: int
     room: Room | None = None
     demand: Demand | None = None
 
@@ -165,9 +169,9 @@ class ElasticJob(FunctionJob):
         )
 
     def kill_member(self, member: int) -> None:
-        """Kill its actor."""
+        """Kill its actor, without waiting: without its GCS, Ray takes seconds for each."""
         if (found := self._processes.get(member)) is not None:
-            kill([found.actor])
+            threading.Thread(target=kill, args=([found.actor],), name="polyhvd-ray-end", daemon=True).start()
 
     def kill_members(self, members: Sequence[int]) -> None:
         """Kill their actors, for which Ray has a few seconds together."""
@@ -194,6 +198,8 @@ class ElasticJob(FunctionJob):
 
     def look(self, driver: Driver, now: float) -> float:
         """Give up actors that Ray has not started in time, and replace those for which there is room."""
+        if self._events:  # which may be that actors were started, while callbacks took long
+            return now
         late = [number for number, item in self._processes.items() if now >= item.start_by]
         limit = f"within {self._workers.start_timeout_s:g} s"
         for member in late:
@@ -218,7 +224,10 @@ class ElasticJob(FunctionJob):
     def conclude(self, driver: Driver) -> list[Any]:
         """Call the callbacks before."""
         self._call_back()
-        return super().conclude(driver)
+        found = super().conclude(driver)
+        if len(found) < self._workers.least:  # a world has as many ranks
+            raise too_few_results(len(found), f"min_workers={self._workers.least}")
+        return found
 
     def _call_back(self) -> None:
         while self._logged:
@@ -275,7 +284,7 @@ class ElasticJob(FunctionJob):
         self._freed = {number: item for number, item in self._freed.items() if now < item[1]}
         process = self._processes.pop(member)
         if not process.is_late:
-            self._freed[member] = (process.host, process.bundle), now + _FREED_S
+            self._freed[member] = (process.host, process.bundle), now + FREED_S
         self.exited(driver, member, status, reason=reason, failure=failure, reported=reported)
 
 

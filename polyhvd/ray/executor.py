@@ -282,7 +282,7 @@ class RayExecutor:
         if executable_cls is not None:
             call = (executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {}))
         if self._elastic is not None:
-            self._elastic.wait_for_room()
+            self._elastic.start()
             self._made = None if executable_cls is None else call
             self._variables = dict(extra_env_vars or {})
             self._is_ready = True
@@ -389,14 +389,16 @@ class RayExecutor:
             self._is_ready = False
             self._elastic.stop()
             return
-        if ray.is_initialized():
-            with contextlib.suppress(Exception):
-                ray.wait(
-                    [worker.leave.remote() for worker in self._workers],
-                    num_returns=len(self._workers),
-                    timeout=_LEAVE_S,
-                )
-        self._end("shutdown() has been called", stops=True)
+        try:
+            if ray.is_initialized():
+                with contextlib.suppress(Exception):
+                    ray.wait(
+                        [worker.leave.remote() for worker in self._workers],
+                        num_returns=len(self._workers),
+                        timeout=_LEAVE_S,
+                    )
+        finally:  # also after Ctrl-C
+            self._end("shutdown() has been called", stops=True)
 
     def _called(
         self, name: str, fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
@@ -428,8 +430,12 @@ class RayExecutor:
 
     def _submit(self, workers: list[Any], method: str, argument: Any) -> list[Any]:
         """Call a method of all workers; calls of several threads reach all of them in the same order."""
-        with self._submitting:
-            return [getattr(worker, method).remote(argument) for worker in workers]
+        try:
+            with self._submitting:
+                return [getattr(worker, method).remote(argument) for worker in workers]
+        except BaseException:  # Ctrl-C: some ranks may have the call, and others not
+            self._end("the last call was interrupted", workers)
+            raise
 
     def _running(self, name: str) -> list[Any]:
         workers = self._workers
@@ -488,8 +494,9 @@ class RayExecutor:
             group = placement_group(bundles, strategy=params.strategy)
             self._group = weakref.finalize(self, _remove, group)
             self._group.atexit = False  # Ray removes it when the driver ends
-        if not group.wait(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(self._not_started())
+        while not group.wait(1):  # in which Ray ignores Ctrl-C
+            if time.monotonic() >= deadline:
+                raise TimeoutError(self._not_started())
         return group, [number for number in range(len(bundles)) for _ in range(params.on_host)]
 
     def _current_group(self) -> Any:

@@ -16,6 +16,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from polyhvd.launch.elastic.discovery import HostDiscovery
+from polyhvd.ray.raylet import kill
 
 __all__ = ["ANY", "Demand", "GroupRoom", "KnownHosts", "NodeRoom", "RayHostDiscovery", "Room", "Watched"]
 
@@ -236,7 +237,10 @@ class Demand:
         self._quiet_until = time.monotonic() + _SETTLE_S
 
     def close(self) -> None:
-        """Remove all groups."""
+        """Remove all groups. Does not wait for a GCS that is gone, as Ray does until it ends this process."""
+        kill((), self._close)
+
+    def _close(self) -> None:
         with self._lock:
             self._is_closed = True
             self._remove(self._groups)

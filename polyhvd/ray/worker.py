@@ -142,7 +142,8 @@ class Outcome:
     Args:
         status: exit status that a process would have.
         progress: of the elastic functions, see :mod:`polyhvd.elastic.limits`.
-        place: generation, rank and size of the last world of the process.
+        place: generation, rank and size of the last world of the process; without one, zero, the number of
+            the process, and zero.
         value: what the function has returned.
         has_value: whether it has returned.
         error: pickled exception, or text why it cannot be pickled; empty: the function has raised none.
@@ -231,7 +232,7 @@ def _progress() -> bytes:
 def _last_place(number: int) -> tuple[int, int, int]:
     member = process.find()
     if member is None or number not in member.launcher.reply.members:
-        return 0, number, 1
+        return 0, number, 0
     reply = member.launcher.reply
     return reply.generation, reply.members.index(number), len(reply.members)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -36,6 +37,7 @@ from polyhvd.ray import (
     RayHostDiscovery,
     ray_logger,
 )
+from polyhvd.ray import room as room_module
 from polyhvd.ray.elastic_job import ElasticJob
 from polyhvd.ray.room import Held, NodeRoom
 from polyhvd.ray.worker import gpus_of_node
@@ -766,32 +768,49 @@ def test_a_second_ctrl_c_does_not_keep_a_job_from_ending_its_processes(
     wait_until(lambda: not any(map(is_running, started(tmp_path))), "the processes end", END_S)
 
 
+@pytest.mark.parametrize("is_interrupted", [True, False])
 def test_a_job_whose_gcs_is_gone_waits_once_for_the_end_of_all_its_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_over, kill = threading.Event(), ray.kill
+    is_over = threading.Event()
 
-    def kill_late(actor: Any) -> None:
-        is_over.wait()
-        kill(actor)
+    def late(call: Callable[[Any], None]) -> Callable[[Any], None]:
+        def wait_and_call(subject: Any) -> None:
+            is_over.wait(BUSY_S)
+            call(subject)
 
-    monkeypatch.setattr(ray, "kill", kill_late)
+        return wait_and_call
+
+    monkeypatch.setattr(ray, "kill", late(ray.kill))
+    monkeypatch.setattr(room_module, "remove_placement_group", late(remove_placement_group))
     ended_at: list[float] = []
+    go = tmp_path / "go"
 
     def work() -> None:
         note(tmp_path)
         hvd.init()
         hvd.barrier()
+        wait_until(go.exists, "the autoscaler is asked", BUSY_S)
         ray_logger.log({"time": time.time()})
-        time.sleep(BUSY_S)
+        if is_interrupted:
+            time.sleep(BUSY_S)
 
     def receive(value: dict[str, float]) -> None:
         ended_at.append(value["time"])
-        raise KeyboardInterrupt
+        if is_interrupted:
+            raise KeyboardInterrupt
 
+    def watch() -> None:
+        wait_until(lambda: demands() == [{"CPU": 3.0}], "the autoscaler is asked", BUSY_S)
+        go.touch()
+
+    settings = ElasticRayExecutor.create_settings(4, 5, timeout_s=BUSY_S)
+    made = ElasticRayExecutor(settings, cpus_per_slot=3)
+    made.start()
+    threading.Thread(target=watch).start()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            executor(4, 4).run(work, callbacks=[receive])
+        with pytest.raises(KeyboardInterrupt) if is_interrupted else contextlib.nullcontext():
+            made.run(work, callbacks=[receive])
         assert time.time() - max(ended_at) < 3 * END_S
     finally:
         is_over.set()
@@ -816,6 +835,93 @@ def test_too_little_room_is_an_error_with_what_there_is() -> None:
         ElasticRayExecutor(settings).start()
     with pytest.raises(RuntimeError, match=r"call start\(\) first"):
         ElasticRayExecutor(settings).run(lambda: 1)
+
+
+def test_a_run_waits_for_room_as_a_start_does() -> None:
+    patient, stopped, impatient = (executor(2, 2, elastic_timeout=limit) for limit in (BUSY_S, BUSY_S, 2))
+    asked = [{"CPU": 1.0}] * 2
+    taken = placement_group([{"CPU": 6}, {"CPU": 5}])
+
+    def shut_down() -> None:
+        wait_until(lambda: demands() == asked, "run() asks for room", BUSY_S)
+        stopped.shutdown()
+
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=shut_down),
+        threading.Thread(target=lambda: found.extend(patient.run(lambda: 3))),
+    ]
+    try:
+        assert taken.wait(BUSY_S)
+        wait_until(lambda: ray.available_resources().get("CPU") == 1.0, "one CPU is left", BUSY_S)
+        with pytest.raises(TimeoutError, match=r"^ElasticRayExecutor\.run\(\): the cluster has room for 1 "):
+            impatient.run(lambda: 1)
+        wait_until(lambda: not demands(), "nothing waits", END_S)
+        threads[0].start()
+        with pytest.raises(RuntimeError, match=r"^ElasticRayExecutor\.run\(\): shutdown\(\) has been called"):
+            stopped.run(lambda: 1)
+        wait_until(lambda: not demands(), "nothing waits", END_S)
+        threads[1].start()
+        wait_until(lambda: demands() == asked, "run() asks for room", BUSY_S)
+    finally:
+        remove_placement_group(taken)
+    for thread in threads:
+        thread.join()
+    assert found == [3, 3]
+
+
+def test_a_job_right_after_another_one_has_as_many_processes() -> None:
+    wait_until(lambda: ray.available_resources().get("CPU") == 12.0, "all CPUs are free", BUSY_S)
+    sizes = []
+    for _ in range(2):
+        made = ElasticRayExecutor(ElasticRayExecutor.create_settings(timeout_s=BUSY_S), cpus_per_slot=6)
+        made.start()
+        sizes.append(len(made.run(lambda: 1)))
+    assert sizes == [2, 2]
+
+
+@pytest.mark.parametrize("least", [2, 3])
+def test_the_loss_of_a_process_that_has_not_called_init_leaves_the_results_of_the_others(
+    least: int, tmp_path: Path
+) -> None:
+    def work() -> int:
+        from polyhvd.launch.providers.precedence import RAY
+
+        assert RAY.elastic_launched is not None
+        if RAY.elastic_launched.member == 0:
+            wait_until(lambda: len(started(tmp_path)) == 2, "the others return", BUSY_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+        note(tmp_path)
+        return RAY.elastic_launched.member or 0
+
+    made = executor(least, 3)
+    if least == 2:
+        assert made.run(work) == [1, 2]
+    else:
+        words = r"returned on 2 processes without calling hvd\.init\(\), fewer than min_workers=3: the others"
+        with pytest.raises(RuntimeError, match=words):
+            made.run(work)
+
+
+def test_actors_that_start_while_a_callback_takes_long_are_not_late(tmp_path: Path) -> None:
+    made = executor(2, 2)
+
+    def take(value: None) -> None:
+        job = made._jobs._job
+        assert job is not None
+        wait_until(lambda: len(started(tmp_path)) == 2, "both actors start", BUSY_S)
+        unseen = [process for process in job._processes.values() if process.start_by < float("inf")]
+        wait_until(lambda: len(job._events) >= len(unseen), "Ray has reported both", BUSY_S)
+        for process in unseen:
+            process.start_by = 0.0  # as after timeout_s
+
+    def work() -> int:
+        note(tmp_path)
+        ray_logger.log(None, chief_only=False)
+        return os.getpid()
+
+    assert sorted(made.run(work, callbacks=[take])) == sorted(started(tmp_path))
+    assert len(started(tmp_path)) == 2
 
 
 def test_hosts_that_ray_does_not_have_and_other_results_of_a_discovery_are_errors() -> None:

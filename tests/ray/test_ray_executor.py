@@ -298,6 +298,45 @@ def test_shutdown_ends_a_start_that_waits_for_resources_or_has_just_received_the
     assert not executor._workers
 
 
+def test_ctrl_c_ends_a_start_that_waits_for_resources() -> None:
+    executor = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=60), num_workers=100)
+    before = groups_left()
+
+    def interrupt() -> None:
+        wait_until(lambda: groups_left() > before, "start() waits", BUSY_S)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        executor.start()
+    assert time.monotonic() - begun < 20.0
+    thread.join()
+    assert groups_left() == before
+
+
+class Interrupting:
+    """A worker whose calls Ctrl-C interrupts."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", [lambda executor: executor.run(place), RayExecutor.shutdown])
+def test_ctrl_c_while_a_call_is_sent_to_the_ranks_ends_all_of_them(
+    method: Callable[[RayExecutor], Any],
+) -> None:
+    with started(2) as executor:
+        processes = executor.run(os.getpid)
+        executor._workers[1] = Interrupting()
+        with pytest.raises(KeyboardInterrupt):
+            method(executor)
+        wait_until(lambda: not any(map(is_running, processes)), "the processes end", END_S)
+        with pytest.raises(RuntimeError, match=r"run\(\): no workers are running: "):
+            executor.run(place)
+
+
 ORPHANED = """
 import sys, ray
 from polyhvd.ray import RayExecutor
