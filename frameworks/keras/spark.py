@@ -149,6 +149,7 @@ class KerasEstimator(_OfKeras, FrameworkEstimator):
     """
 
     _framework = "keras"
+    _model_class = KerasModel
 
     @property
     def _trainer(self) -> type[Trainer]:
@@ -195,25 +196,12 @@ class KerasEstimator(_OfKeras, FrameworkEstimator):
             "optimizer": [type(optimizer).__name__, config],
         }
 
-    def _model(
-        self, payload: bytes, checkpoint: Checkpoint, labels: dict[str, str], run_id: str
-    ) -> KerasModel:
+    def _fitted(self, payload: bytes, checkpoint: Checkpoint) -> dict[str, Any]:
         saved, custom, _, _ = cloudpickle.loads(payload)
         model = _Saved.load(saved["model"], custom)
         with np.load(io.BytesIO(checkpoint.state)) as arrays:
             model.set_weights([arrays[f"weight{number}"] for number, _ in enumerate(model.weights)])
-        return KerasModel(
-            history=checkpoint.history,
-            model=model,
-            feature_columns=self._list("feature_cols"),
-            label_columns=list(labels),
-            run_id=run_id,
-            _metadata={"labels": labels, "shapes": checkpoint.shapes},
-            batch_size=self.getOrDefault("val_batch_size") or self.getOrDefault("batch_size"),
-            transformation_fn=self.getOrDefault("transformation_fn"),
-            categorical_cols=self.getOrDefault("categorical_cols"),
-            custom_objects=custom,
-        )
+        return {"model": model, "custom_objects": custom}
 
 
 class _KerasTrainer(Trainer):
@@ -230,6 +218,12 @@ class _KerasTrainer(Trainer):
         values = _Saved.load(saved, custom)
         model, optimizer = values["model"], values["optimizer"]
         features, labels = list(params["feature_cols"]), list(params["label_cols"])
+        steps, all_steps = params["train_steps_per_epoch"], run.train.steps_per_epoch
+        if steps is not None and steps > all_steps:
+            raise ValueError(
+                f"fit(): train_steps_per_epoch is {steps}, but the rows suffice for {all_steps} steps; "
+                "expected no more"
+            )
         rate = _Rate(optimizer)
         optimizer.build(model.trainable_variables)
         _load(run.checkpoint.state, model, optimizer)
@@ -244,7 +238,6 @@ class _KerasTrainer(Trainer):
             metrics=values["metrics"] or None,
         )
         shapes = [list(output.shape[1:]) for output in model.outputs]
-        steps = params["train_steps_per_epoch"]
         noting = _Noting(run, rate, shapes)
         if run.job.is_elastic:
             first = [hvd_callbacks.DataPositionCallback(run.train)]
@@ -258,11 +251,11 @@ class _KerasTrainer(Trainer):
         def fit(epoch: int, callbacks: Sequence[Any]) -> None:
             validation = None
             if run.has_validation:
-                validation = _limited(
-                    self._data(run, run.validation, features, labels), params["validation_steps_per_epoch"]
-                )
+                validation = self._data(run, run.validation, features, labels)
+                validation = _limited(validation, params, "validation_steps_per_epoch")
+            train = self._data(run, run.train, features, labels)
             model.fit(
-                _limited(self._data(run, run.train, features, labels), steps),
+                _limited(train, params, "train_steps_per_epoch"),
                 initial_epoch=epoch,
                 epochs=run.epochs.stop,
                 validation_data=validation,
@@ -476,13 +469,13 @@ def _load(state: bytes, model: Any, optimizer: Any) -> None:
                 variable.assign(arrays[f"optimizer{number}"])
 
 
-def _limited(data: Any, steps: int | None) -> Any:
-    """The first steps of a data set."""
-    if steps is None:
+def _limited(data: Any, params: Mapping[str, Any], name: str) -> Any:
+    """The first steps of a data set, as many as the parameter of this name has."""
+    if params[name] is None:
         return data
     if not hasattr(data, "take"):
-        raise ValueError("fit(): train_steps_per_epoch needs Keras on TensorFlow")
-    return data.take(steps)
+        raise ValueError(f"fit(): {name} needs Keras on TensorFlow")
+    return data.take(params[name])
 
 
 def _select_gpu() -> None:

@@ -93,6 +93,7 @@ class LightningEstimator(FrameworkEstimator):
     """
 
     _framework = "lightning"
+    _model_class = LightningModel
 
     @property
     def _trainer(self) -> type[Trainer]:
@@ -140,24 +141,11 @@ class LightningEstimator(FrameworkEstimator):
             "trainer_args": {name: _comparable(value) for name, value in sorted(arguments.items())},
         }
 
-    def _model(
-        self, payload: bytes, checkpoint: Checkpoint, labels: dict[str, str], run_id: str
-    ) -> LightningModel:
+    def _fitted(self, payload: bytes, checkpoint: Checkpoint) -> dict[str, Any]:
         module, _, values = cloudpickle.loads(payload)
         if checkpoint.state:
             module.load_state_dict(_loaded(checkpoint.state)["state_dict"])
-        return LightningModel(
-            history=checkpoint.history,
-            model=module.eval(),
-            feature_columns=self._list("feature_cols"),
-            label_columns=list(labels),
-            run_id=run_id,
-            _metadata={"labels": labels},
-            batch_size=self.getOrDefault("val_batch_size") or self.getOrDefault("batch_size"),
-            transformation_fn=self.getOrDefault("transformation_fn"),
-            categorical_cols=self.getOrDefault("categorical_cols"),
-            input_shapes=values["input_shapes"],
-        )
+        return {"model": module.eval(), "input_shapes": values["input_shapes"]}
 
 
 def _comparable(value: Any) -> Any:

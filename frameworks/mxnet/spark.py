@@ -121,6 +121,7 @@ class GluonEstimator(_OfGluon, FrameworkEstimator):
     """
 
     _framework = "mxnet"
+    _model_class = GluonModel
 
     @property
     def _trainer(self) -> type[Trainer]:
@@ -134,7 +135,7 @@ class GluonEstimator(_OfGluon, FrameworkEstimator):
         if not isinstance(net, gluon.Block):
             raise ValueError(f"fit(): model is a {type(net).__qualname__}; expected a mxnet.gluon.Block")
         if mx.util.is_np_array():
-            raise ValueError("fit(): networks of mx.np cannot be used; call mx.npx.reset_np() before")
+            raise ValueError("fit(): networks of mx.np cannot be used; call mx.npx.reset_np() first")
         if missing := [name for name, item in net.collect_params().items() if item._data is None]:
             raise ValueError(
                 f"fit(): {missing[0]} of the model has no value yet; initialize the network, and call it "
@@ -172,24 +173,11 @@ class GluonEstimator(_OfGluon, FrameworkEstimator):
             "optimizer": [type(optimizer).__qualname__, plain],
         }
 
-    def _model(
-        self, payload: bytes, checkpoint: Checkpoint, labels: dict[str, str], run_id: str
-    ) -> GluonModel:
+    def _fitted(self, payload: bytes, checkpoint: Checkpoint) -> dict[str, Any]:
         net, _, values = pickle.loads(payload)
         net.collect_params().reset_ctx(mx.cpu())  # this gives them gradients, too
         GluonState(net).imported({"net": pickle.loads(checkpoint.state)["net"]})
-        return GluonModel(
-            history=checkpoint.history,
-            model=net,
-            feature_columns=self._list("feature_cols"),
-            label_columns=list(labels),
-            run_id=run_id,
-            _metadata={"labels": labels, "shapes": checkpoint.shapes},
-            batch_size=self.getOrDefault("val_batch_size") or self.getOrDefault("batch_size"),
-            transformation_fn=self.getOrDefault("transformation_fn"),
-            categorical_cols=self.getOrDefault("categorical_cols"),
-            input_shapes=values["input_shapes"],
-        )
+        return {"model": net, "input_shapes": values["input_shapes"]}
 
 
 class _GluonTrainer(LoopTrainer):

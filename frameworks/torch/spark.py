@@ -108,6 +108,7 @@ class TorchEstimator(FrameworkEstimator):
     """
 
     _framework = "torch"
+    _model_class = TorchModel
 
     def __init__(self, **values: Any) -> None:
         if values.get("loss") is not None and values.get("loss_constructors") is not None:
@@ -181,26 +182,11 @@ class TorchEstimator(FrameworkEstimator):
             ],
         }
 
-    def _model(
-        self, payload: bytes, checkpoint: Checkpoint, labels: dict[str, str], run_id: str
-    ) -> TorchModel:
+    def _fitted(self, payload: bytes, checkpoint: Checkpoint) -> dict[str, Any]:
         model, optimizer, values = cloudpickle.loads(payload)
         _load(checkpoint.state, model, optimizer)
-        return TorchModel(
-            history=checkpoint.history,
-            model=model.eval(),
-            optimizer=optimizer,
-            feature_columns=self._list("feature_cols"),
-            label_columns=list(labels),
-            run_id=run_id,
-            _metadata={"labels": labels, "shapes": checkpoint.shapes},
-            batch_size=self.getOrDefault("val_batch_size") or self.getOrDefault("batch_size"),
-            transformation_fn=self.getOrDefault("transformation_fn"),
-            categorical_cols=self.getOrDefault("categorical_cols"),
-            input_shapes=values["input_shapes"],
-            loss=values["loss"],
-            loss_constructors=values["loss_constructors"],
-        )
+        names = ("input_shapes", "loss", "loss_constructors")
+        return {"model": model.eval(), "optimizer": optimizer, **{name: values[name] for name in names}}
 
 
 class _TorchTrainer(LoopTrainer):

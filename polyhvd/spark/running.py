@@ -22,6 +22,8 @@ __all__ = ["START_TIMEOUT_S", "in_short", "run", "wanted_size"]
 _LOG = logging.getLogger("polyhvd")
 START_TIMEOUT_S = 600.0  # as with Horovod
 _LOOK_S = 0.1
+#: Limits of the time that a task waits for the others, which Spark starts at once.
+_MEETING_S, _TIMER_S_MAX = 5.0, 1e6
 _JAVA = re.compile(r"^(\t(at|\.\.\.) |Caused by: ).*$", re.MULTILINE)  # lines of its stacks
 
 
@@ -53,7 +55,7 @@ def run(
         kwargs: its keyword arguments.
         num_proc: number of ranks; None: as many as tasks can run at once now, by their CPUs and GPUs.
         start_timeout: seconds for all tasks to start; None: 600. Spark reports tasks up to 12 seconds late,
-            so the error may come so much later.
+            so the error may come so much later. A task that has started waits as long for the others.
         use_mpi: has no effect, and neither have ``use_gloo`` and ``extra_mpi_args``: no MPI is needed.
         env: environment variables of the ranks, on top of those of the executors.
         stdout: to which the last MiB that each rank has printed is written when the job has ended; None: it
@@ -85,14 +87,15 @@ def run(
     payload = payload_of((fn, tuple(args), dict(kwargs or {})), "polyhvd.spark.run()")
     cluster = find("polyhvd.spark.run()")
     size = wanted_size(cluster, num_proc, "polyhvd.spark.run()")
+    timeout_s = START_TIMEOUT_S if start_timeout is None else float(start_timeout)
     plan = Plan(
         payload=payload,
         variables=dict(env or {}),
         interface=nics if isinstance(nics, str) else ",".join(nics or ()),
         python=executable,
         captured=(stdout is not None, stderr is not None),
+        timeout_s=min(max(_MEETING_S, timeout_s), _TIMER_S_MAX),
     )
-    timeout_s = START_TIMEOUT_S if start_timeout is None else float(start_timeout)
     if verbose and _LOG.isEnabledFor(logging.INFO):
         _LOG.info("polyhvd.spark.run(): %d ranks on Spark with %s", size, cluster.described())
     rows = _Job(cluster, size, timeout_s, f"polyhvd-{uuid.uuid4().hex}").collect(plan)
@@ -151,8 +154,7 @@ class _Job:
             lost = ""
             with contextlib.suppress(Exception):  # Spark itself has ended
                 lost = self._cluster.lost(self._tag)
-            failure = self._verdict or RuntimeError(f"polyhvd.spark.run(): {lost or in_short(error)}")
-            raise failure from error
+            raise (self._verdict or _failure(lost or in_short(error))) from error
         except BaseException:
             self._cluster.cancel(self._tag)
             raise
@@ -173,7 +175,7 @@ class _Job:
         try:
             while not self._has_ended.wait(_LOOK_S):
                 if lost := self._cluster.lost(self._tag):
-                    self._verdict = RuntimeError(f"polyhvd.spark.run(): {lost}")
+                    self._verdict = _failure(lost)
                 elif time.monotonic() > late and not self._cluster.has_begun(self._tag):
                     self._verdict = self._late()
                 if self._verdict is not None:
@@ -188,6 +190,14 @@ class _Job:
             f"{self._timeout_s:g} s (start_timeout); there are {self._cluster.described()}. Give a smaller "
             "num_proc, add executors, or raise start_timeout"
         )
+
+
+def _failure(text: str) -> Exception:
+    """The error of a job that Spark has ended."""
+    waits = [line for line in text.splitlines() if "(start_timeout)" in line]
+    if waits:  # without the traceback of the task
+        return TimeoutError(f"polyhvd.spark.run(): {waits[-1].removeprefix('TimeoutError: ')}")
+    return RuntimeError(f"polyhvd.spark.run(): {text}")
 
 
 def in_short(error: BaseException) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from polyhvd.launch.job.function import kill_rank, start_rank
+from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, parse_secret
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.store import StoreError
@@ -211,7 +211,7 @@ class _Slot:
         orders = self._client.post_gather(f"{ORDERS}/{self._number}/0", 1, _FOREVER_S)
         while True:
             watched = [self._client.fileno(), *([] if self._rank is None else [self._rank.descriptor])]
-            select.select(watched, [], [], _LOOK_S)
+            network.await_ready(watched, _LOOK_S)
             if os.getppid() != self._parent:
                 self.kill()
                 os._exit(1)  # the executor is gone

@@ -168,12 +168,12 @@ class FilesystemStore(Store):
             self._filesystem, _ = url_to_fs(prefix_path, **(storage_options or {}))
         except Exception as error:  # of packages that are missing, and of their options
             raise DataError(f"the file system of {prefix_path!r} cannot be opened: {error}") from error
-        self.prefix_path = prefix_path
+        self.prefix_path = self._absolute(prefix_path)
         self._save_runs = save_runs
-        self._train_path = train_path or self._below("intermediate_train_data")
-        self._val_path = val_path or self._below("intermediate_val_data")
-        self._test_path = test_path or self._below("intermediate_test_data")
-        self._runs_path = runs_path or self._below("runs")
+        self._train_path = self._absolute(train_path or self._below("intermediate_train_data"))
+        self._val_path = self._absolute(val_path or self._below("intermediate_val_data"))
+        self._test_path = self._absolute(test_path or self._below("intermediate_test_data"))
+        self._runs_path = self._absolute(runs_path or self._below("runs"))
 
     @property
     def fs(self) -> Any:
@@ -182,6 +182,11 @@ class FilesystemStore(Store):
 
     def _below(self, name: str) -> str:
         return posixpath.join(self.prefix_path, name)
+
+    def _absolute(self, path: str) -> str:
+        """The path on every executor, each of which has its own working directory."""
+        is_local = "file" in self._protocols() and ":" not in path.partition("/")[0]
+        return os.path.abspath(os.path.expanduser(path)) if is_local else path
 
     def get_train_data_path(self, idx: int | None = None) -> str:
         """As of :class:`Store`."""
@@ -250,6 +255,8 @@ class FilesystemStore(Store):
                 self._filesystem.pipe_file(written, data)
                 if "file" in kinds:
                     local = self._filesystem._strip_protocol
+                    with open(local(written), "rb") as file:
+                        os.fsync(file.fileno())  # else a host that crashes can lose both contents
                     os.replace(local(written), local(path))
                 elif written != path:
                     self._replace(path, written)

@@ -63,6 +63,7 @@ class Plan:
         interface: of all connections; empty: that of the executor's address.
         python: of the ranks; None: that of Spark's worker.
         captured: whether to return what ranks print to standard output, and to standard error.
+        timeout_s: how long a task waits for the others.
     """
 
     payload: bytes
@@ -70,6 +71,7 @@ class Plan:
     interface: str
     python: str | None
     captured: tuple[bool, bool]
+    timeout_s: float
 
 
 def task_of(plan: Plan, version: str) -> Callable[[Iterable[Any]], Iterator[Any]]:
@@ -80,11 +82,19 @@ def task_of(plan: Plan, version: str) -> Callable[[Iterable[Any]], Iterator[Any]
     fields = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
 
     def task(batches: Iterable[Any]) -> Iterator[Any]:
+        import signal
         import socket
         import sys
 
         import pyarrow
         from pyspark import BarrierTaskContext
+
+        def expire(*_: object) -> None:
+            raise TimeoutError(
+                f"the task on {socket.gethostname()} has waited {fields['timeout_s']:g} s (start_timeout) "
+                "for the other tasks. Look for executors on which Python does not start, for example because "
+                "a file system does not respond, or raise start_timeout"
+            )
 
         for _ in batches:
             pass
@@ -96,7 +106,14 @@ def task_of(plan: Plan, version: str) -> Callable[[Iterable[Any]], Iterator[Any]
         except ImportError as error:
             found = f"none ({error})"
         wrong = "" if found == version else f"{socket.gethostname()} ({sys.executable}): {found}"
-        if any(wrongs := context.allGather(wrong)):
+        signal.signal(signal.SIGALRM, expire)  # Spark's own wait has no limit
+        signal.setitimer(signal.ITIMER_REAL, fields["timeout_s"])
+        try:
+            wrongs = context.allGather(wrong)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        if any(wrongs):
             listed = "; ".join(sorted({text for text in wrongs if text}))
             text = f"the driver has polyhvd {version}, and executors have: {listed}"
             rows: Any = [("refused", 0, text.encode())] if context.partitionId() == 0 else []
@@ -128,6 +145,7 @@ def work(context: Any, plan: Plan) -> Iterator[tuple[str, int, bytes]]:
     executors, hosts = [executors[number] for number in order], [hosts[number] for number in order]
     gpus = context.resources().get("gpu")
     own: dict[str, Any] = {"gpus": [] if gpus is None else list(gpus.addresses)}
+    server = None
     with contextlib.ExitStack() as opened:
         if rank == 0:
             own["secret"] = new_secret()
@@ -151,7 +169,8 @@ def work(context: Any, plan: Plan) -> Iterator[tuple[str, int, bytes]]:
             client.put(FUNCTION, 0, plan.payload)
         watch = opened.enter_context(_Watch(plan, client, rank, folder, variables))
         if watch.wait(len(hosts)):
-            yield from watch.rows(executors)
+            assert server is not None  # this is the task of rank 0
+            yield from watch.rows(executors, server.values(RESULT))
 
 
 def _address(interface: str, hosts: Sequence[str]) -> str:
@@ -238,6 +257,9 @@ class _Watch:
                 if stop is not None and self._client.take(stop) is not None:
                     stop = None
                     self._kill()
+                    if not has_ended and self._process.poll() is None:
+                        has_ended = True  # for this task: a dead file system can keep a process for ever
+                        self._report(None)
                 for rank in list(running):
                     if (values := self._client.take(running[rank])) is not None:
                         del running[rank]
@@ -257,46 +279,48 @@ class _Watch:
                 raise
             time.sleep(_LOOK_S)
 
-    def _report(self, status: int) -> None:
-        """Let the task of rank 0 know how this rank has ended, and what it has printed."""
+    def _report(self, status: int | None) -> None:
+        """Let the task of rank 0 know how this rank has ended, and what it has printed.
+
+        Args:
+            status: of the process, negative for a signal; None: SIGKILL has not ended it.
+        """
         for kind, file in zip((Kind.STDOUT, Kind.STDERR), self._files, strict=True):
             if file is not None:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _OUTPUT_BYTES_MAX))
                 self._client.put(f"{_OUTPUT}/{kind}/{self._rank}", 0, file.read())
         text = ""
-        if status < 0:
+        if status is None:
+            text = "has not ended after SIGKILL"
+        elif status < 0:
             text = f"was killed by signal {-status} ({signal.Signals(-status).name})"
         elif status:
             text = f"has ended with exit status {status}"
         self._client.put(f"{_ENDED}/{self._rank}", 0, text.encode())
 
-    def rows(self, executors: Sequence[str]) -> Iterator[tuple[str, int, bytes]]:
+    def rows(
+        self, executors: Sequence[str], results: Mapping[int, bytes]
+    ) -> Iterator[tuple[str, int, bytes]]:
         """The results, errors and output of all ranks.
 
         Args:
             executors: of the ranks, for messages.
+            results: pickled, by rank.
         """
         for kind, is_captured in zip((Kind.STDOUT, Kind.STDERR), self._captured, strict=True):
             for rank in range(self._size) if is_captured else ():
                 yield from self._parts(kind, rank, self._found(f"{_OUTPUT}/{kind}/{rank}"))
-        results = self._results()
+        if silent := [rank for rank in self._finished if rank not in results]:
+            text = "has left no result: the function has ended the process"
+            self._failures = {**dict.fromkeys(silent, text), **self._failures}
         for rank, text in self._failures.items():
             traceback = self._found(f"{TRACEBACK}/{rank}").decode().rstrip()
             text = f"rank {rank} (executor at {executors[rank]}) {text}"
             yield Kind.FAILURE, rank, (f"{text}:\n{traceback}" if traceback else text).encode()
             if error := self._found(f"{ERROR}/{rank}"):
                 yield from self._parts(Kind.ERROR, rank, error)
-        for rank, result in enumerate(results):
-            yield from self._parts(Kind.RESULT, rank, result)
-
-    def _results(self) -> list[bytes]:
-        try:
-            return self._client.gather(RESULT, self._size, 0.0)
-        except GatherTimeoutError as error:
-            silent = [rank for rank in self._finished if rank in error.missing]
-            text = "has left no result: the function has ended the process"
-            self._failures = {**dict.fromkeys(silent, text), **self._failures}
-            return []
+        for rank in range(self._size) if not self._failures else ():
+            yield from self._parts(Kind.RESULT, rank, results[rank])
 
     def _found(self, scope: str) -> bytes:
         try:

@@ -183,6 +183,7 @@ def test_own_layers_callbacks_and_several_columns_are_used(frame: Any, store: An
         ({"label_cols": ["height", "side"]}, "the model has 1 outputs for the 2 label columns"),
         ({"loss": None}, "loss is missing"),
         ({"optimizer": None}, "optimizer is missing"),
+        ({"train_steps_per_epoch": 10_000}, "train_steps_per_epoch is 10000, but the rows suffice for "),
         ({"model": 3}, "model is a int; expected a keras.Model"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import os
 import shutil
 import signal
@@ -16,9 +17,11 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
+import pyarrow as pa
 import pytest
 import spark_common
 import torch
+from pyarrow import parquet
 from pyspark import TaskContext
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import RegressionEvaluator
@@ -39,9 +42,10 @@ from spark_common import (
 )
 
 import polyhvd.spark
-from polyhvd.data import ParquetLoader
+from polyhvd.data import ParquetLoader, write_parquet
 from polyhvd.errors import DataError
 from polyhvd.spark.estimators import params
+from polyhvd.spark.estimators.columns import spark_type
 from polyhvd.spark.torch import TorchEstimator, TorchModel
 
 for module in (spark_common, sys.modules[__name__]):
@@ -117,6 +121,16 @@ def test_a_classifier_is_fitted_on_the_executors_saved_and_loaded(
     )
 
 
+class Recording(polyhvd.spark.LocalBackend):
+    """Keeps what ranks have returned."""
+
+    results: list[Any]
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        self.results = [copy.copy(result) for result in super().run(*args, **kwargs)]
+        return self.results
+
+
 def reference(folder: str, model: Any, optimizer: Any, epochs: int) -> dict[str, Any]:
     """The training of :func:`regression`, by hand."""
     import polyhvd.torch as hvd
@@ -149,8 +163,10 @@ def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store
         (store.get_train_data_path(), *copy.deepcopy((estimator.getModel(), estimator.getOptimizer())), 3),
         num_proc=2,
     )
-    whole = estimator.copy({estimator.epochs: 3}).fit_on_parquet()
+    backend = Recording(2)
+    whole = estimator.copy({estimator.epochs: 3, estimator.backend: backend}).fit_on_parquet()
     assert values_of(whole.getModel()) == wanted[0] == wanted[1]
+    assert (backend.results[0].state, backend.results[1]) == (b"", None)  # the state is in the store
     named = estimator.setRunId("named")
     named.setEpochs(1).fit_on_parquet()
     resumed = named.setEpochs(3).fit_on_parquet()
@@ -160,6 +176,56 @@ def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store
     assert values_of(again.getModel()) == wanted[0]
     with pytest.raises(ValueError, match=r"run_id 'named', with other values of batch_size: 8, not 4"):
         named.setBatchSize(4).fit_on_parquet()
+    named.setBatchSize(8).setNumProc(None).setBackend(polyhvd.spark.LocalBackend(1)).setEpochs(4)
+    write_parquet({"x": np.zeros((2, 4)), "y": np.zeros(2)}, f"{store.get_train_data_path()}/2.parquet")
+    with pytest.raises(ValueError, match="checkpoint of run_id 'named', which is one of other data"):
+        named.fit_on_parquet()
+    with pytest.raises(DataError, match=r"intermediate_train_data\.7' is not a data set of Parquet"):
+        named.fit_on_parquet(dataset_idx=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "gone",
+            "feature_cols names the column 'gone', which does not exist; the columns are text, words, day",
+        ),
+        ("text", "'text' of type string; .*StringIndexer"),
+        ("words", "'words' of type array<string>; expected numbers, arrays of numbers or vectors: cast it"),
+        ("day", r"'day' of type date32\[day\]; expected numbers"),
+    ],
+)
+def test_files_with_columns_that_cannot_be_used_are_an_error(name: str, text: str, store: Any) -> None:
+    columns = {"text": ["a"], "words": [["b"]], "day": [datetime.date(2020, 1, 1)], "y": [1.0]}
+    os.makedirs(store.get_train_data_path())
+    parquet.write_table(pa.table(columns), f"{store.get_train_data_path()}/0.parquet")
+    with pytest.raises(ValueError, match=text):
+        regression(store=store, feature_cols=[name], label_cols=["y"]).fit_on_parquet()
+
+
+def test_types_of_files_are_those_of_spark() -> None:
+    lists = [pa.list_(pa.int8()), pa.large_list(pa.float32()), pa.list_(pa.list_(pa.float64(), 2), 3)]
+    lists += [pa.binary(8), pa.fixed_shape_tensor(pa.float32(), [2, 2])]
+    assert {spark_type(type_) for type_ in lists} == {"vector"}
+    others = [pa.bool_(), pa.uint8(), pa.uint32(), pa.float16(), pa.float64(), pa.large_string()]
+    wanted = ["boolean", "smallint", "bigint", "float", "double", "string"]
+    assert [spark_type(type_) for type_ in others] == wanted
+    assert spark_type(pa.dictionary(pa.int8(), pa.binary())) == "binary"
+
+
+def test_a_fit_that_fails_names_the_run_to_resume(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(polyhvd.spark.LocalBackend):
+        def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
+            store.write(store.get_checkpoint_path(args[0].run_id), b"of the first epoch")
+            raise RuntimeError("a rank is lost")
+
+    write_points(store)
+    given = {"store": store, "backend": Failing(2), "feature_cols": ["x"], "label_cols": ["y"]}
+    with pytest.raises(RuntimeError, match="a rank is lost"), caplog.at_level("WARNING", "polyhvd"):
+        regression(**given).fit_on_parquet()
+    (run_id,) = os.listdir(store.get_runs_path())
+    assert f"the completed epochs are kept; resume with run_id={run_id!r}" in caplog.text
 
 
 def mean_label(outputs: Any, labels: Any) -> Any:
@@ -346,6 +412,8 @@ def test_an_interrupted_fit_resumes_and_refuses_other_data(frame: Any, store: An
     assert values_of(resumed.getModel()) == values_of(whole.getModel())
     with pytest.raises(ValueError, match="checkpoint of run_id 'mine', which is one of other data"):
         regression(**{**given, "epochs": 4}).fit(frame.limit(300))
+    again = regression(**{**given, "epochs": 4}).fit(frame.repartition(5, "a"))
+    assert [entry["epoch"] for entry in again.getHistory()] == [0, 1, 2, 3]
 
 
 @pytest.mark.nightly
@@ -519,6 +587,13 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], str]
         ValueError,
         "the optimizer has 1 parameters that are not the model's, which has 2",
     ),
+    "no ranks": ({"num_proc": 0, "backend": None}, lambda df: df, ValueError, "num_proc is 0"),
+    "several weights for a row": (
+        {"sample_weight_col": "array"},
+        lambda df: df,
+        ValueError,
+        "sample_weight_col names the column 'array' of type array<double>; expected numbers: cast it",
+    ),
     "a part above 1": ({"validation": 1.5}, lambda df: df, ValueError, "validation is 1.5"),
 }
 
@@ -615,6 +690,10 @@ def test_nulls_and_taken_names_are_errors_of_transform(frame: Any, store: Any) -
         fitted.transform(holes).collect()
     with pytest.raises(ValueError, match="has a column 'side' already; call setOutputCols"):
         fitted.setOutputCols(["side"]).transform(frame)
+    with pytest.raises(
+        ValueError, match="outputCols are one, two; expected a name for each of the label col"
+    ):
+        fitted.setOutputCols(["one", "two"]).transform(frame)
     by_hand = TorchModel(model=fitted.getModel(), feature_columns=["array"], label_columns=["height"])
     wanted = [
         row.height__output for row in fitted.setOutputCols(["height__output"]).transform(frame).collect()

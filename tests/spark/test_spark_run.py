@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import spark_common
 from py4j.java_gateway import GatewayClient
+from pyspark import TaskContext
 from ranks_alive import is_running, wait_until
 from spark_common import BUSY_S, END_S, in_world, noted, parent_of, same_in_all_versions, sleeping
 
@@ -178,6 +179,25 @@ def test_slots_that_stay_busy_are_an_error_after_the_timeout(session: Any) -> No
     finally:
         session.sparkContext.cancelJobGroup("busy")
         assert job.exception(BUSY_S) is not None
+
+
+@same_in_all_versions
+def test_a_task_that_never_meets_the_others_is_an_error_after_the_timeout(monkeypatch: Any) -> None:
+    task_of = running.task_of
+
+    def hanging(*given: Any) -> Callable[[Any], Any]:
+        task = task_of(*given)
+
+        def hang(batches: Any) -> Any:
+            if TaskContext.get().partitionId() == 1:
+                time.sleep(600)  # as an import from a file system that does not respond
+            yield from task(batches)
+
+        return hang
+
+    monkeypatch.setattr(running, "task_of", hanging)
+    with pytest.raises(TimeoutError, match=r"run\(\): the task on .* has waited 5 s \(start_timeout\)"):
+        polyhvd.spark.run(lambda: 1, num_proc=2, start_timeout=5)
 
 
 @same_in_all_versions

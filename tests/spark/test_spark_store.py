@@ -6,10 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,11 +19,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 from spark_common import check_names
 
 import polyhvd.spark
-from polyhvd.spark import DBFSLocalStore, FilesystemStore, LocalBackend, LocalStore, Store
+from polyhvd.rendezvous.auth import new_secret, parse_secret
+from polyhvd.rendezvous.server import Server
+from polyhvd.spark import DBFSLocalStore, FilesystemStore, LocalBackend, LocalStore, Store, worker
+from polyhvd.spark.estimators import preparing
 from polyhvd.spark.estimators.checkpoint import Checkpoint
+from polyhvd.spark.estimators.looping import LoopTrainer
 from polyhvd.spark.estimators.training import Run
 from polyhvd.spark.slot import _Rank
-from polyhvd.spark.worker import _Watch
+from polyhvd.spark.worker import Kind, _Watch
 
 
 def prefixes(folder: Path) -> list[str]:
@@ -49,6 +55,15 @@ def test_paths_can_be_given_and_runs_left_out() -> None:
     assert store.get_logs_path("r") is None
 
 
+def test_relative_paths_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = Store.create("a", val_path="b", runs_path="file:///c")
+    monkeypatch.chdir("/")  # an executor's working directory
+    assert store.get_train_data_path() == f"{tmp_path}/a/intermediate_train_data"
+    assert store.get_val_data_path(1) == f"{tmp_path}/b.1"
+    assert store.get_runs_path() == "file:///c"
+
+
 @pytest.mark.parametrize("given", ["dbfs:/x/y", "dbfs:///x/y", "/dbfs/x/y", "file:///dbfs/x/y"])
 def test_databricks_paths_are_those_of_its_local_folder(given: str) -> None:
     store = Store.create(given)
@@ -56,7 +71,12 @@ def test_databricks_paths_are_those_of_its_local_folder(given: str) -> None:
     assert store.get_run_path("r") == "/dbfs/x/y/runs/r"
 
 
-def test_what_is_written_can_be_read_and_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_what_is_written_can_be_read_and_replaced_and_nothing_else_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []  # content of files that a crash of the host does not change
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: fsync(file) or synced.append(os.pread(file, 9, 0)))
     for prefix in prefixes(tmp_path):
         store = FilesystemStore(prefix)
         path = store.get_checkpoint_path("run-1")
@@ -68,6 +88,7 @@ def test_what_is_written_can_be_read_and_replaced_and_nothing_else_is_left(tmp_p
         left = store.fs.ls(store.get_run_path("run-1"), detail=False)
         assert [Path(name).name for name in left] == ["checkpoint"]
         assert not store.exists(store.get_logs_path("run-1") or "")
+    assert synced == 2 * [b"one", "zwei \u00fc".encode()]
 
 
 def test_a_write_that_fails_leaves_the_former_content_and_no_other_file(tmp_path: Path) -> None:
@@ -185,12 +206,62 @@ def test_an_epoch_whose_history_cannot_be_written_is_in_the_checkpoint(
     assert (found.epochs, found.history, found.state) == (1, [{"loss": 0.5}], b"weights")
 
 
+def split(folder: Path, *parts: pa.Table) -> tuple[list[str], list[str], int]:
+    """Write tables as tasks of Spark do; return rows for training, those for validation, and the checksum."""
+    has_mark = preparing._MARK in parts[0].column_names
+    folders = (str(folder / "train"), str(folder / "validation"))
+    plan = preparing._Plan(("x", "y", "text"), 0.25, has_mark, 3, folders, None)
+    tasks = [preparing._Writing(plan, number, 0) for number, _ in enumerate(parts)]
+    for task, part in zip(tasks, parts, strict=True):
+        task.write(iter(part.to_batches(max_chunksize=150)))
+    written = preparing._joined([task.report for task in tasks], None, 0.25)
+    assert written.validation is not None
+    train, validation = (
+        sorted(str(row) for path in files.source for row in pq.read_table(path).to_pylist())
+        for files in (written.train, written.validation)
+    )
+    return train, validation, written.checksum
+
+
+def test_rows_for_validation_are_the_same_whatever_the_order_and_the_tasks(tmp_path: Path) -> None:
+    draws = np.random.default_rng(1)
+    columns = {"x": draws.integers(0, 9, 600) / 8, "y": [[float(n), 0.0] for n in range(600)]}
+    table = pa.table({**columns, "text": [str(n % 7) for n in range(600)]})
+    shuffled = table.take(draws.permutation(600))
+    train, validation, checksum = split(tmp_path / "1", table)
+    assert split(tmp_path / "2", shuffled[:200], shuffled[200:]) == (train, validation, checksum)
+    assert 100 < len(validation) < 200
+    assert len({*train, *validation}) == len(train) + len(validation) == 600
+    # Other rows of the same values, and another choice, are other data.
+    for name in table.column_names:
+        swapped = table.set_column(table.column_names.index(name), name, shuffled[name])
+        assert split(tmp_path / name, swapped)[2] != checksum
+    marks = [np.arange(600) % 5 == place for place in (0, 1)]
+    marked = [table.append_column(preparing._MARK, [mark]) for mark in marks]
+    first, second = (split(tmp_path / str(number), part) for number, part in enumerate(marked, 3))
+    assert (len(first[1]), first[2] != second[2]) == (120, True)
+    same = table.take([0] * 600)  # each is chosen by itself
+    assert 100 < len(split(tmp_path / "same", same)[1]) < 200
+
+
+@pytest.mark.parametrize("missing", ["x", "y", "w"])
+def test_a_column_that_a_transformation_leaves_out_is_named(missing: str) -> None:
+    trainer: Any = SimpleNamespace(features=["x"], labels=["y"])
+    trainer.run = SimpleNamespace(params={"sample_weight_col": "w"})
+    batch = SimpleNamespace(arrays={name: np.ones(2) for name in "xyw" if name != missing})
+    with pytest.raises(ValueError, match=f"transformation_fn returned .* column '{missing}' is missing"):
+        LoopTrainer._go_through(trainer, [batch], is_training=True)
+
+
 class Immortal(subprocess.Popen[bytes]):
     """A process whose end does not come, as in the wait for a dead file system."""
 
     def wait(self, timeout: float | None = None) -> int:
         assert timeout is not None, "waits for ever"
         raise subprocess.TimeoutExpired(self.args, timeout)
+
+    def poll(self) -> None:
+        pass
 
 
 def test_a_task_goes_on_without_a_rank_that_sigkill_does_not_end(capfd: pytest.CaptureFixture[str]) -> None:
@@ -199,8 +270,24 @@ def test_a_task_goes_on_without_a_rank_that_sigkill_does_not_end(capfd: pytest.C
         task: Any = object.__new__(kind)
         task._process = process
         release(task)
-        assert f"process {process.pid} has not ended within 5 s of SIGKILL" in capfd.readouterr().err
+        assert f"(process {process.pid}) has not ended within 5 s of SIGKILL" in capfd.readouterr().err
     assert subprocess.Popen.wait(process) == -signal.SIGKILL
+
+
+def test_a_job_ends_although_a_process_of_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_GRACE_S", 0.1)
+    process = Immortal(["sleep", "600"], start_new_session=True)
+    secret = new_secret()
+    with ThreadPoolExecutor(1) as thread, Server(parse_secret(secret), "127.0.0.1") as server:
+        client = worker._client(server.endpoint, secret)
+        task: Any = object.__new__(_Watch)
+        vars(task).update(_client=client, _rank=0, _process=process, _parent=os.getppid(), _size=2)
+        vars(task).update(_files=[None, None], _captured=(False, False), _failures={}, _finished=[])
+        worker._client(server.endpoint, secret).put(f"{worker._ENDED}/1", 0, b"has ended with exit status 1")
+        assert thread.submit(task.wait, 2).result(60)
+        (row,) = task.rows(["a:1", "b:2"], {})
+    assert row == (Kind.FAILURE, 1, b"rank 1 (executor at b:2) has ended with exit status 1")
+    subprocess.Popen.wait(process)
 
 
 def test_a_local_backend_runs_on_ranks_of_this_host() -> None:

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tensorflow as tf
 from polyhvd.tensorflow.data.compute_service import TfDataServiceConfig, tf_data_service
 from spark_common import BUSY_S
@@ -38,4 +39,12 @@ def test_tasks_produce_the_elements_until_the_job_is_asked_to_end(session: Any, 
     serving.join(BUSY_S)
     assert not serving.is_alive()
     assert not errors
+    assert not file.exists()
+
+
+@pytest.mark.usefixtures("session")
+def test_too_few_slots_are_an_error_after_the_timeout(tmp_path: Path) -> None:
+    file = tmp_path / "compute.json"
+    with pytest.raises(TimeoutError, match="not started 3 tasks at once within 1 s"):
+        compute_worker.main(1, "compute", str(file), timeout=1, num_proc=SLOTS + 1)
     assert not file.exists()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,6 +34,19 @@ class Checkpoint:
     history: Any = None
     shapes: list[list[int]] = field(default_factory=list)
     state: bytes = b""
+
+    def require(self, run: Mapping[str, Any], run_id: str) -> None:
+        """Raise ValueError unless it is one of this fit.
+
+        Args:
+            run: what identifies the fit; :attr:`run` may have more.
+            run_id: for the message.
+        """
+        if {**self.run, **run} != self.run:
+            raise ValueError(
+                f"fit(): the store has a checkpoint of run_id {run_id!r}, which is one of other data, or of "
+                "other rows for validation; pass another run_id, or none, as for CrossValidator"
+            )
 
     def dump(self) -> bytes:
         """The file."""
@@ -60,6 +74,5 @@ class Checkpoint:
         except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise DataError(
                 f"{path!r} is not a checkpoint of an estimator ({type(error).__name__}: {error}); remove "
-                "it, or "
-                "pass another run_id"
+                "it, or pass another run_id"
             ) from error

@@ -9,10 +9,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RefusedError", "arrays_of", "checksum", "quoted", "require_columns", "selected", "simple_type"]
+__all__ = [
+    "Numbers",
+    "RefusedError",
+    "arrays_of",
+    "fingerprints",
+    "mixed",
+    "quoted",
+    "require_columns",
+    "selected",
+    "simple_types",
+    "spark_type",
+]
+
+Numbers = npt.NDArray[np.uint64]
 
 _NUMBERS = ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double")
 _RAW = ("binary", "string")
+_OF_ARROW = {
+    **{"bool": "boolean", "int8": "tinyint", "int16": "smallint", "int32": "int", "int64": "bigint"},
+    **{"uint8": "smallint", "uint16": "int", "uint32": "bigint", "uint64": "bigint", "halffloat": "float"},
+    **{"large_string": "string", "large_binary": "binary"},
+}
 _CURES = {
     "string": "encode it with StringIndexer, or pass a transformation_fn that returns arrays of numbers",
     "binary": "pass a transformation_fn that decodes it to arrays of numbers",
@@ -28,41 +46,59 @@ def quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
 
 
-def simple_type(data_type: Any) -> str:
-    """The type of a column of Spark as Spark's SQL writes it; "vector" for one of Spark ML."""
-    is_vector = type(data_type).__name__ == "VectorUDT"
-    return "vector" if is_vector else str(data_type.simpleString())
+def simple_types(schema: Any) -> dict[str, str]:
+    """The types of the columns of Spark as Spark's SQL writes them; "vector" for one of Spark ML."""
+    return {
+        entry.name: "vector"
+        if type(entry.dataType).__name__ == "VectorUDT"
+        else str(entry.dataType.simpleString())
+        for entry in schema.fields
+    }
+
+
+def spark_type(type_: Any) -> str:
+    """The type of a column of a file, of Arrow, as of :func:`simple_types`."""
+    text = str(type_)
+    if text.startswith(("fixed_size_binary", "extension<arrow.fixed_shape_tensor")):  # of write_parquet
+        return "vector"
+    if text.startswith("dictionary<"):
+        return spark_type(type_.value_type)
+    if text.startswith(("list<", "large_list<", "fixed_size_list<")):
+        element = spark_type(type_.value_type)
+        return "vector" if element in (*_NUMBERS, "vector") else f"array<{element}>"
+    return _OF_ARROW.get(text, text)
 
 
 def require_columns(
-    schema: Any, columns: Mapping[str, Sequence[str]], *, is_transformed: bool
+    types: Mapping[str, str], columns: Mapping[str, Sequence[str]], *, is_transformed: bool
 ) -> dict[str, str]:
     """The types of the columns that an estimator or model names.
 
     Args:
-        schema: of the DataFrame.
+        types: of all columns, by name, as of :func:`simple_types`.
         columns: their names, by the parameters that name them.
         is_transformed: whether there is a ``transformation_fn``, which can take bytes and strings.
 
     Raises:
         ValueError: there is no such column, or none of its type can be used.
     """
-    types = {entry.name: simple_type(entry.dataType) for entry in schema.fields}
     for parameter, names in columns.items():
         for name in names:
             if name not in types:
                 raise ValueError(
-                    f"{parameter} names the column {name!r}, which the DataFrame does not have; its columns "
-                    f"are {', '.join(types)}"
+                    f"{parameter} names the column {name!r}, which does not exist; the columns are "
+                    f"{', '.join(types)}"
                 )
             found = types[name]
             element = found.removeprefix("array<").removesuffix(">")
-            if found == "vector" or element in _NUMBERS or (found in _RAW and is_transformed):
+            is_one = parameter in ("sample_weight_col", "validation")
+            is_list = found == "vector" or (element in _NUMBERS and element != found)
+            if found in _NUMBERS or (is_list and not is_one) or (found in _RAW and is_transformed):
                 continue
             cure = _CURES.get(found, "cast it, or leave it out")
+            expected = "numbers" if is_one else "numbers, arrays of numbers or vectors"
             raise ValueError(
-                f"{parameter} names the column {name!r} of type {found}; expected numbers, arrays of numbers "
-                f"or vectors: {cure}"
+                f"{parameter} names the column {name!r} of type {found}; expected {expected}: {cure}"
             )
     return {name: types[name] for names in columns.values() for name in names}
 
@@ -117,13 +153,28 @@ def _rows(name: str, column: Any) -> Any:
     return entries.to_numpy(zero_copy_only=False).reshape(len(column), -1)
 
 
-def checksum(rows: Any) -> int:
-    """A number of 64 bits that does not depend on the order of the rows.
+def fingerprints(arrays: Mapping[str, Any]) -> Numbers:
+    """A number for each row, which depends on its values in all columns.
 
     Args:
-        rows: of a column, as of :func:`arrays_of`.
+        arrays: as of :func:`arrays_of`, of at least one row.
     """
-    if not isinstance(rows, np.ndarray):
-        return sum(zlib.crc32(row if isinstance(row, bytes) else row.encode()) for row in rows.to_pylist())
-    bits: npt.NDArray[Any] = np.ascontiguousarray(rows).view(f"u{rows.dtype.itemsize}")
-    return int(bits.sum(dtype=np.uint64))
+    total: Any = 0
+    for name, column in arrays.items():
+        rows = column
+        if not isinstance(rows, np.ndarray):
+            texts = (row if isinstance(row, bytes) else row.encode() for row in column.to_pylist())
+            rows = np.array([zlib.crc32(text) for text in texts], np.uint32)
+        rows = np.ascontiguousarray(rows).reshape(len(rows), -1)
+        words = rows.view(f"u{min(4, rows.dtype.itemsize)}")
+        draws = np.random.default_rng(zlib.crc32(name.encode()))
+        factors = draws.integers(1 << 64, size=words.shape[1], dtype=np.uint64) | np.uint64(1)
+        total = total + mixed(np.einsum("ij,j->i", words, factors, dtype=np.uint64, casting="unsafe"))
+    return mixed(total)
+
+
+def mixed(values: Numbers) -> Numbers:
+    """Numbers whose bits all depend on all bits of these: the last part of SplitMix64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -17,7 +17,8 @@ from pyspark.ml import Estimator
 from polyhvd.errors import DataError
 from polyhvd.spark.backend import Backend, SparkBackend
 from polyhvd.spark.estimators.checkpoint import Checkpoint
-from polyhvd.spark.estimators.columns import require_columns
+from polyhvd.spark.estimators.columns import require_columns, simple_types, spark_type
+from polyhvd.spark.estimators.model import FrameworkModel
 from polyhvd.spark.estimators.params import ESTIMATORS, without_effect
 from polyhvd.spark.estimators.preparing import Rows, write
 from polyhvd.spark.estimators.saving import Persistent
@@ -43,17 +44,16 @@ _NOT_SAVED = ("backend", "store")
 #: Paths that fits of this process use, of which threads may run several.
 _CLAIMED: set[str] = set()
 _LOCK = threading.Lock()
-#: What Spark's tables have for types of Arrow that differ in name.
-_SPARK_TYPES = {"int64": "bigint", "int32": "int", "int16": "smallint", "int8": "tinyint", "bool": "boolean"}
 
 
 class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
     """Fits a framework's model to a DataFrame; users see it through the classes derived from it."""
 
     _framework = ""
+    _model_class: type[FrameworkModel]
     _not_saved = _NOT_SAVED
 
-    def fit_on_parquet(self, params: Mapping[Any, Any] | None = None) -> Any:
+    def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Train on files of Parquet that are in the store, without Spark.
 
         The files are those of ``store.get_train_data_path()``, and of ``store.get_val_data_path()`` if there
@@ -61,6 +61,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
 
         Args:
             params: values of parameters, for this call.
+            dataset_idx: the argument of both methods of the store.
 
         Returns:
             The model.
@@ -70,31 +71,27 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
             DataError: the store cannot be read or written.
         """
         if params:
-            return self.copy(params).fit_on_parquet()
+            return self.copy(params).fit_on_parquet(dataset_idx=dataset_idx)
         store = self._checked_store()
         self._require_params()
         payload, _ = self._payload(), self._backend()
-        train = self._stored(store, store.get_train_data_path())
+        rows, types = self._stored(store, store.get_train_data_path(dataset_idx))
         validation = None
-        if store.is_parquet_dataset(store.get_val_data_path()):
-            validation = self._stored(store, store.get_val_data_path())[0]
-        rows, schema = train
-        types = {name: _spark_type(schema.field(name).type) for name in self._columns()}
+        if store.is_parquet_dataset(path := store.get_val_data_path(dataset_idx)):
+            validation = self._stored(store, path)[0]
         run_id = self._run_id()
         with _claimed(run_id, store.get_run_path(run_id)):
-            return self._train(payload, rows, validation, types, {}, run_id)
+            return self._train(payload, rows, validation, types, None, run_id)
 
     def _fit(self, dataset: Any) -> Any:
         store = self._checked_store()
         self._require_params()
         payload, backend = self._payload(), self._backend()
         validation, run_id = self.getOrDefault("validation") or None, self._run_id()
-        named = {name: self._list(name) for name in ("feature_cols", "label_cols")}
-        named["sample_weight_col"] = self._list("sample_weight_col")
-        is_transformed = self.getOrDefault("transformation_fn") is not None
-        types = require_columns(dataset.schema, named, is_transformed=is_transformed)
+        known = simple_types(dataset.schema)
+        types = self._types(known)
         if isinstance(validation, str):
-            require_columns(dataset.schema, {"validation": [validation]}, is_transformed=False)
+            require_columns(known, {"validation": [validation]}, is_transformed=False)
         self._found(run_id)  # whether it can be resumed, before anything is written
         folders = tuple(
             f"{path}.{run_id}" for path in (store.get_train_data_path(), store.get_val_data_path())
@@ -120,7 +117,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                     f"row{'s' * (written.train_rows != 1)}, fewer than the {ranks} ranks; use more rows, or "
                     "a smaller num_proc"
                 )
-            return self._train(payload, written.train, written.validation, types, written.checksums, run_id)
+            return self._train(payload, written.train, written.validation, types, written.checksum, run_id)
 
     def _train(
         self,
@@ -128,18 +125,15 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         train: Rows,
         validation: Rows | None,
         types: Mapping[str, str],
-        checksums: dict[str, int],
+        checksum: int | None,
         run_id: str,
     ) -> Any:
         """Run the job, unless all of its epochs are done, and make the model."""
         store = self._checked_store()
-        run = {**self._identity(), "checksums": checksums}
+        run = {**self._identity(), "checksum": checksum}
         found = self._found(run_id)
-        if found is not None and found.run != run:
-            raise ValueError(
-                f"fit(): the store has a checkpoint of run_id {run_id!r}, which is one of other data; pass "
-                "another run_id, or none, as for CrossValidator"
-            )
+        if found is not None:
+            found.require(run, run_id)
         if found is None or found.epochs < self.getOrDefault("epochs"):
             job = Job(
                 imported=self._imported(),
@@ -147,7 +141,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                 payload=payload,
                 train=train,
                 validation=validation,
-                columns=self._columns(),
+                columns=tuple(types),
                 params={name: self.getOrDefault(name) for name in _OF_RANKS},
                 run=run,
                 run_id=run_id,
@@ -156,15 +150,34 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                 is_elastic=self._is_elastic(),
             )
             backend, env = self._backend(), dict(self.getOrDefault("backend_env"))
-            if job.is_elastic:
-                sizes = {name: self.getOrDefault(name) for name in ("min_num_proc", "max_num_proc")}
-                results = backend.run_elastic(work, (job,), env=env, **sizes)
-            else:
-                results = backend.run(work, (job,), env=env)
+            try:
+                if job.is_elastic:
+                    sizes = {name: self.getOrDefault(name) for name in ("min_num_proc", "max_num_proc")}
+                    results = backend.run_elastic(work, (job,), env=env, **sizes)
+                else:
+                    results = backend.run(work, (job,), env=env)
+            except BaseException:
+                with contextlib.suppress(Exception):  # of the store
+                    path = None if self.getOrDefault("run_id") else store.get_checkpoint_path(run_id)
+                    if path is not None and store.exists(path):
+                        _LOG.warning("fit(): the completed epochs are kept; resume with run_id=%r", run_id)
+                raise
             found = results[0]
+            if not found.state:  # it is in the store
+                found = self._found(run_id) or found
         assert found is not None
         labels = {name: types[name] for name in self._list("label_cols")}
-        return self._model(payload, found, labels, run_id)
+        return self._model_class(
+            history=found.history,
+            feature_columns=self._list("feature_cols"),
+            label_columns=list(labels),
+            run_id=run_id,
+            _metadata={"labels": labels, "shapes": found.shapes or None},
+            batch_size=self.getOrDefault("val_batch_size") or self.getOrDefault("batch_size"),
+            transformation_fn=self.getOrDefault("transformation_fn"),
+            categorical_cols=self.getOrDefault("categorical_cols"),
+            **self._fitted(payload, found),
+        )
 
     @property
     @abc.abstractmethod
@@ -188,14 +201,12 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         """Values that identify model and optimizer in a checkpoint."""
 
     @abc.abstractmethod
-    def _model(self, payload: bytes, checkpoint: Checkpoint, labels: dict[str, str], run_id: str) -> Any:
-        """The model with the state of a checkpoint.
+    def _fitted(self, payload: bytes, checkpoint: Checkpoint) -> dict[str, Any]:
+        """The trained model, and values of the model's parameters that only this framework has.
 
         Args:
             payload: of :meth:`_payload`.
             checkpoint: the last one.
-            labels: types of the label columns.
-            run_id: name of the run.
         """
 
     def _identity(self) -> dict[str, Any]:
@@ -230,12 +241,11 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         value = self.getOrDefault(name)
         return [value] if isinstance(value, str) else list(value or ())
 
-    def _columns(self) -> tuple[str, ...]:
-        """The columns to read."""
-        names = (
-            name for part in ("feature_cols", "label_cols", "sample_weight_col") for name in self._list(part)
-        )
-        return tuple(dict.fromkeys(names))
+    def _types(self, known: Mapping[str, str]) -> dict[str, str]:
+        """The types of the columns to read, of those of all columns; raises ValueError."""
+        named = {name: self._list(name) for name in ("feature_cols", "label_cols", "sample_weight_col")}
+        is_transformed = self.getOrDefault("transformation_fn") is not None
+        return require_columns(known, named, is_transformed=is_transformed)
 
     def _backend(self) -> Backend:
         given, size = self.getOrDefault("backend"), self.getOrDefault("num_proc")
@@ -268,7 +278,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                 "fit(): pass train_steps_per_epoch or elastic=True, not both: an epoch of an elastic fit has "
                 "each row once"
             )
-        for name in ("min_num_proc", "max_num_proc"):
+        for name in ("num_proc", "min_num_proc", "max_num_proc"):
             _require_positive(name, self.getOrDefault(name))
         for name in ("batch_size", "val_batch_size", "epochs", "partitions_per_process"):
             _require_positive(name, self.getOrDefault(name))
@@ -291,20 +301,15 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
             if self.isSet(name):
                 _LOG.info("fit(): %s has no effect: %s", name, reason)
 
-    def _stored(self, store: FilesystemStore, path: str) -> tuple[Rows, Any]:
-        """Files that are there, and their schema."""
+    def _stored(self, store: FilesystemStore, path: str) -> tuple[Rows, dict[str, str]]:
+        """Files that are there, and the types of their columns."""
         schema = store.get_parquet_dataset(path).schema
-        columns = self._columns()
-        if missing := [name for name in columns if name not in schema.names]:
-            raise ValueError(
-                f"fit_on_parquet(): the files in {path!r} have no column {missing[0]!r}; their columns are "
-                f"{', '.join(schema.names)}"
-            )
+        types = self._types({field.name: spark_type(field.type) for field in schema})
         lists = tuple(
-            name for name in columns if str(schema.field(name).type).startswith(("list<", "large_list<"))
+            name for name in types if str(schema.field(name).type).startswith(("list<", "large_list<"))
         )
         place = store.locate(path)
-        return Rows(place.path, place.filesystem, lists), schema
+        return Rows(place.path, place.filesystem, lists), types
 
 
 @contextlib.contextmanager
@@ -343,11 +348,6 @@ def _remove(store: FilesystemStore, folder: str) -> None:
 def _require_positive(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise ValueError(f"fit(): {name} is {value}; expected at least 1")
-
-
-def _spark_type(type_: Any) -> str:
-    text = str(type_)
-    return "vector" if text.startswith(("list<", "fixed_size")) else _SPARK_TYPES.get(text, text)
 
 
 def per_column(value: Any, columns: Sequence[str]) -> list[Any]:

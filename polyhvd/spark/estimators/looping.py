@@ -122,8 +122,10 @@ class LoopTrainer(Trainer):
         return entry
 
     def _go_through(self, batches: Iterable[Batch], *, is_training: bool) -> None:
+        weights = self.run.params["sample_weight_col"]
+        columns = [*self.features, *self.labels, *([] if weights is None else [weights])]
         for batch in batches:
-            require_columns_of(batch.arrays, [*self.features, *self.labels])
+            require_columns_of(batch.arrays, columns)
             self.step(batch, is_training=is_training)
 
     def _seed(self, epoch: int) -> None:

@@ -10,7 +10,7 @@ import cloudpickle
 import numpy as np
 from pyspark.ml import Model
 
-from polyhvd.spark.estimators.columns import quoted, require_columns, selected
+from polyhvd.spark.estimators.columns import quoted, require_columns, selected, simple_types
 from polyhvd.spark.estimators.saving import Persistent
 from polyhvd.spark.estimators.training import stacked, transformed
 
@@ -39,11 +39,17 @@ class FrameworkModel(Model, Persistent):  # type: ignore[misc]
         features, outputs = list(self.getOrDefault("feature_columns") or ()), self.getOutputCols()
         function = self.getOrDefault("transformation_fn")
         types = require_columns(
-            dataset.schema, {"feature_columns": features}, is_transformed=function is not None
+            simple_types(dataset.schema), {"feature_columns": features}, is_transformed=function is not None
         )
         if taken := [name for name in outputs if name in dataset.columns]:
             raise ValueError(
                 f"transform(): the DataFrame has a column {taken[0]!r} already; call setOutputCols()"
+            )
+        labels = list(self.getOrDefault("label_columns"))
+        if len(set(outputs)) != len(labels):
+            raise ValueError(
+                f"transform(): outputCols are {', '.join(outputs)}; expected a name for each of the label "
+                f"columns {', '.join(labels)}"
             )
         kinds = self._kinds(dataset, types)
         return _with_predictions(dataset, types, kinds, dict(zip(outputs, kinds, strict=True)), self._task())

@@ -241,7 +241,8 @@ ESTIMATORS = (
         "a `LightningDataModule` in place of the loaders: a class or function, called with those it takes of "
         "`train_dir`, `val_dir`, `has_val`, `train_batch_size`, `val_batch_size`, `num_train_epochs`, "
         "`cur_shard` and `shard_count`",
-        frameworks=("lightning",),
+        frameworks=("torch", "lightning", "keras"),
+        ignored=dict.fromkeys(("torch", "keras"), "polyhvd's loaders read the rows"),
     ),
     Parameter(
         "num_gpus",

@@ -11,8 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from polyhvd.errors import DataError
-from polyhvd.spark.estimators.columns import RefusedError, arrays_of, checksum, quoted, selected
+from polyhvd.spark.estimators.columns import (
+    Numbers,
+    RefusedError,
+    arrays_of,
+    fingerprints,
+    mixed,
+    quoted,
+    selected,
+)
 
 __all__ = ["Rows", "Written", "write"]
 
@@ -41,16 +51,14 @@ class Written(NamedTuple):
     Args:
         train: files with rows for training.
         validation: files with rows for validation; None: there are none.
-        train_rows: how many.
-        validation_rows: how many.
-        checksums: by column, of all rows, in any order.
+        train_rows: how many rows for training.
+        checksum: of all rows and of the choice of those for validation, whatever their order.
     """
 
     train: Rows
     validation: Rows | None
     train_rows: int
-    validation_rows: int
-    checksums: dict[str, int]
+    checksum: int
 
 
 @dataclass(frozen=True)
@@ -118,14 +126,11 @@ def _joined(reports: Sequence[dict[str, Any]], filesystem: Any, validation: floa
     """Return what all tasks together have written."""
     files: dict[str, list[str]] = {"train": [], "validation": []}
     counts = {"train": 0, "validation": 0}
-    checksums: dict[str, int] = {}
     shapes: dict[str, Any] = {}
     for report in reports:
         for part in files:
             files[part] += report[part]
             counts[part] += report[f"{part}_rows"]
-        for name, value in report["checksums"].items():
-            checksums[name] = (checksums.get(name, 0) + value) % (1 << _BITS)
         for name, shape in report["shapes"].items():
             if shapes.setdefault(name, shape) != shape:
                 raise ValueError(
@@ -142,8 +147,7 @@ def _joined(reports: Sequence[dict[str, Any]], filesystem: Any, validation: floa
         train=Rows(files["train"], filesystem),
         validation=Rows(files["validation"], filesystem) if files["validation"] else None,
         train_rows=counts["train"],
-        validation_rows=counts["validation"],
-        checksums=checksums,
+        checksum=sum(report["checksum"] for report in reports) % (1 << _BITS),
     )
 
 
@@ -180,10 +184,7 @@ class _Writing:
     """
 
     def __init__(self, plan: _Plan, number: int, attempt: int) -> None:
-        import numpy as np
-
         self._plan, self._number, self._attempt = plan, number, attempt
-        self._draws = np.random.default_rng([plan.seed, number])
         self._aside: list[dict[str, Any]] = []
         self._aside_bytes = 0
         self.report: dict[str, Any] = {
@@ -192,7 +193,7 @@ class _Writing:
             "validation": [],
             "train_rows": 0,
             "validation_rows": 0,
-            "checksums": dict.fromkeys(plan.columns, 0),
+            "checksum": 0,
             "shapes": {},
         }
 
@@ -210,16 +211,11 @@ class _Writing:
 
     def _parts(self, batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
         """The rows for training, by batch; others are put aside."""
-        import numpy as np
-
         for batch in batches:
             if not batch.num_rows:
                 continue
             arrays = arrays_of(batch, self._plan.columns)
             for name, rows in arrays.items():
-                self.report["checksums"][name] = (self.report["checksums"][name] + checksum(rows)) % (
-                    1 << _BITS
-                )
                 shape = list(getattr(rows, "shape", (0,))[1:])
                 if self.report["shapes"].setdefault(name, shape) != shape:
                     known = self.report["shapes"][name]
@@ -234,12 +230,29 @@ class _Writing:
                         "the column that validation names has nulls; fill them or drop their rows"
                     )
                 is_aside = mark.to_numpy(zero_copy_only=False).astype(bool)
+                numbers = fingerprints({**arrays, _MARK: is_aside})
             else:
-                is_aside = self._draws.random(batch.num_rows) < self._plan.fraction
+                numbers = fingerprints(arrays)
+                is_aside = self._drawn(numbers)
+            self.report["checksum"] += int(numbers.sum(dtype=np.uint64))
             if is_aside.any():
                 self._put_aside(_taken(arrays, is_aside))
             if not is_aside.all():
                 yield _taken(arrays, np.logical_not(is_aside))
+
+    def _drawn(self, numbers: Numbers) -> Any:
+        """Choose rows for validation by their values: a fit that resumes gets them in another order.
+
+        Args:
+            numbers: of the rows of a batch, as of :func:`fingerprints`.
+        """
+        order = np.argsort(numbers, kind="stable")
+        ordered = numbers[order]
+        begins = np.flatnonzero(np.diff(ordered, prepend=~ordered[:1]))
+        copies = np.empty(len(numbers), np.uint64)  # how many rows before it are the same
+        copies[order] = np.arange(len(numbers)) - np.repeat(begins, np.diff(begins, append=len(numbers)))
+        draws = mixed(numbers + mixed(copies + np.uint64(self._plan.seed % (1 << _BITS))))
+        return draws < np.uint64(int(self._plan.fraction * (1 << _BITS)))
 
     def _put_aside(self, arrays: dict[str, Any]) -> None:
         self._aside.append(arrays)
@@ -264,7 +277,6 @@ class _Writing:
 
 def _taken(arrays: Mapping[str, Any], chosen: Any) -> dict[str, Any]:
     """The chosen rows of each column."""
-    import numpy as np
     import pyarrow
 
     mask = pyarrow.array(chosen)

@@ -88,7 +88,9 @@ def require_columns_of(arrays: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def work(job: Job) -> Checkpoint | None:
-    """Be a rank; return the last checkpoint on rank 0.
+    """Be a rank; return the last checkpoint on rank 0, without the state if the store has it.
+
+    Spark's limit for results (``spark.driver.maxResultSize``) would end a fit of a large model at its end.
 
     Args:
         job: of the driver.
@@ -97,6 +99,8 @@ def work(job: Job) -> Checkpoint | None:
     try:
         run = Run(job)
         job.trainer().train(run)
+        if run.is_stored:
+            run.checkpoint.state = b""
         return run.checkpoint if polyhvd.rank() == 0 else None
     finally:
         polyhvd.shutdown()
@@ -109,9 +113,12 @@ class Run:
         job: of the driver.
 
     Raises:
-        ValueError: there are fewer rows than ranks.
+        ValueError: there are fewer rows than ranks, or the checkpoint is one of other files.
         DataError: the files or the checkpoint cannot be read.
     """
+
+    #: Whether the store has :attr:`checkpoint` as it is.
+    is_stored = False
 
     def __init__(self, job: Job) -> None:
         self.job, self.params = job, job.params
@@ -137,10 +144,16 @@ class Run:
         if polyhvd.rank() != 0:
             return None
         job, path = self.job, self.job.store.get_checkpoint_path(self.job.run_id)
+        run = dict(job.run)
+        if run["checksum"] is None:  # files that fit() has not written
+            loaders = filter(None, (self.train, self.validation))
+            run["files"] = [loader.state_dict()["groups"] for loader in loaders]
         # All ranks of an elastic job may have been lost after they had written one.
         if job.resumes or (job.is_elastic and path is not None and job.store.exists(path)):
-            return Checkpoint.load(job.store.read(path), path)
-        return Checkpoint(job.run)
+            found = Checkpoint.load(job.store.read(path), path)
+            found.require(run, job.run_id)
+            return found
+        return Checkpoint(run)
 
     @property
     def has_validation(self) -> bool:
@@ -231,7 +244,7 @@ class Run:
 
     def conclude(self, history: Any, shapes: Sequence[Sequence[int]], state: Callable[[], bytes]) -> None:
         """Keep what rank 0 returns to the driver, without writing it; as :meth:`finish_epoch`."""
-        checkpoint = self.checkpoint
+        checkpoint, self.is_stored = self.checkpoint, False
         checkpoint.history = history
         checkpoint.shapes = [list(shape) for shape in shapes]
         if polyhvd.rank() == 0:
@@ -265,6 +278,7 @@ class Run:
             store.write(store.get_checkpoint_path(run_id), checkpoint.dump())  # which has the history, too
             logs = posixpath.join(store.get_logs_path(run_id), "history.json")
             store.write_text(logs, json.dumps(checkpoint.history, indent=1))
+            self.is_stored = True
 
 
 class Shaping:

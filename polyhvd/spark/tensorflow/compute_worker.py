@@ -40,6 +40,7 @@ def main(
         ValueError: an argument cannot be used.
         OSError: the file cannot be written.
         RuntimeError: a task was lost, or there is no session of Spark.
+        TimeoutError: the tasks could not start in time.
 
     Example::
 
@@ -54,7 +55,14 @@ def main(
             dispatchers, each, dispatcher_side, service.addresses(), service.key, timeout
         )
         config.write(configfile)
-        run(compute_service.compute_worker_fn, (config,), num_proc=size, stdout=sys.stdout, stderr=sys.stderr)
+        run(
+            compute_service.compute_worker_fn,
+            (config,),
+            num_proc=size,
+            start_timeout=timeout,
+            stdout=sys.stdout,
+            stderr=sys.stderr,
+        )
     finally:
         compute_worker.remove(configfile, service.key)
         service.shutdown()
