@@ -268,5 +268,5 @@ def test_a_tape_takes_an_instance_and_several_tapes_the_same_one(world: SimpleNa
     for tape in tapes:
         tape.reduce(ones(1))
     assert compressor.state_dict()["tape.1"][0] == 1.5
-    with pytest.raises(InvalidArgumentError, match="gone with the tape; pass an instance"):
+    with pytest.raises(InvalidArgumentError, match="lost with the tape; pass an instance"):
         GradientReducer(Noted(), prefix="tape", options=Options(compression=Rest), shares_compressor=True)

@@ -71,6 +71,12 @@ class _Exchange(Exchange[Tensor]):
         """A copy in separate memory: it is reduced there."""
         return tensor.permute(*axes).contiguous()
 
+    @torch.compiler.disable
+    def with_overflow_of(self, gradient: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """With infinity, or NaN for zero, in each place."""
+        are_finite = all(bool(torch.as_tensor(other).to_dense().isfinite().all()) for other in others)
+        return gradient if are_finite else torch.as_tensor(gradient) * float("inf")
+
     def put(self, key: Any, gradient: Tensor, reduced: Tensor) -> Tensor:
         """The reduced gradient itself."""
         return reduced
@@ -114,7 +120,7 @@ class _Passes:
         self.number = options.backward_passes_per_step
         self._average = options.average_aggregated_gradients
         self._count = 0
-        self._sums: dict[int, Tensor] = {}
+        self._sums: dict[Any, Tensor] = {}  # by variable, or by position if variables are unknown
         passes.register(self)
 
     def passes_held(self) -> int:
@@ -125,20 +131,22 @@ class _Passes:
         """Forget the calls since the last step."""
         self._count, self._sums = 0, {}
 
-    def add(self, gradients: Sequence[Any]) -> list[Any] | None:
-        """The totals, in the last call of a step."""
+    def add(self, gradients: Sequence[Any], sources: Sequence[Any] | None) -> list[Any] | None:
+        """The totals of these variables, in the last call of a step."""
         self._count += 1
-        for position, gradient in enumerate(gradients):
-            if gradient is not None and position in self._sums:
-                self._sums[position] += gradient
+        keys = range(len(gradients)) if sources is None else [id(source) for source in sources]
+        for key, gradient in zip(keys, gradients, strict=True):
+            if gradient is not None and key in self._sums:
+                self._sums[key] += gradient
             elif gradient is not None:
-                self._sums[position] = gradient.clone()
+                self._sums[key] = gradient.clone()
         if self._count < self.number:
             return None
-        sums, self._sums, self._count = self._sums, {}, 0
-        if self._average:
-            sums = {position: total / self.number for position, total in sums.items()}
-        return [sums.get(position) for position in range(len(gradients))]
+        self._count = 0
+        totals = [self._sums.pop(key, None) for key in keys]
+        return (
+            [None if total is None else total / self.number for total in totals] if self._average else totals
+        )
 
 
 class _Distributed(Wrapped):
@@ -153,7 +161,12 @@ class _Distributed(Wrapped):
         self._polyhvd.keep_local(var)
 
     def polyhvd_step(
-        self, gradients: Iterable[Any], variables: Iterable[Any] | None, apply: Callable[[list[Any]], Any]
+        self,
+        gradients: Iterable[Any],
+        variables: Iterable[Any] | None,
+        apply: Callable[[list[Any]], Any],
+        *,
+        is_scaled: bool = False,
     ) -> Any:
         """See the base class."""
         current.world()
@@ -161,9 +174,11 @@ class _Distributed(Wrapped):
         if self._polyhvd_reduced:
             return apply(parts)
         sources = None if variables is None else list(variables)
+        if sources is not None and (is_scaled or hasattr(self, "inner_optimizer")):
+            parts = self._polyhvd.share_overflow(parts, sources)
         if self._polyhvd_passes.number == 1:
             return apply(_reduced(self._polyhvd, self._polyhvd_drift, parts, sources, self))
-        totals = self._polyhvd_passes.add(parts)
+        totals = self._polyhvd_passes.add(parts, sources)
         if totals is None:
             return None
         return apply(_reduced(self._polyhvd, self._polyhvd_drift, totals, sources, self))

@@ -13,6 +13,7 @@ import numpy as np
 from mxnet.base import _LIB, MXNetError, check_call
 from mxnet.gluon import Block, Parameter
 from polyhvd.mxnet.errors import InvalidArgumentError
+from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.state import (
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -103,8 +104,9 @@ class _Trainer(Handler):
         self._kept = pickle.dumps(updater.states), copy.deepcopy(rest)
 
     def restore(self) -> None:
-        if isinstance(self.value, DistributedTrainer):
-            self.value.begin_anew()
+        for owner in (self.value, self.value._optimizer):
+            if isinstance(owner, (DistributedTrainer, DistributedOptimizer)):
+                owner.begin_anew()
         updater, optimizer = optimizer_of(self.value)
         for state in updater.states.values():
             _settle(state)

@@ -19,6 +19,7 @@ from polyhvd.mxnet.weights import DRIFT_REMEDY, hyperparameters_of, values_of
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.training import passes
 from polyhvd.training.drift import DriftCheck
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.options import Options
@@ -121,6 +122,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._reducer = GradientReducer(
             self._exchange, prefix="DistributedOptimizer.gradient", options=options, groups=self._groups
         )
+        passes.register(self)
 
     def __getattr__(self, name: str) -> Any:
         if name in self._OWN:  # not there yet: unpickling
@@ -141,6 +143,21 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         """How many weights one update may concern: a group has to come in one piece."""
         number: int = self.wrapped.aggregate_num
         return sys.maxsize if self._groups else number
+
+    def passes_held(self) -> int:
+        """See :class:`polyhvd.training.passes.CountedPasses`."""
+        return self._passes if self._calls else 0
+
+    def drop_passes(self) -> None:
+        """Forget the passes since the last update."""
+        self._calls.clear()
+        self._sums = Sums()
+
+    def begin_anew(self) -> None:
+        """Forget the step that is under way, and that it has failed: what it has changed is undone."""
+        self.drop_passes()
+        self._reducer.drop()
+        self._exchange.forget_started()
 
     def _compare(self, index: Any, weight: Any) -> None:
         """Compare the ranks' weights before the first update.

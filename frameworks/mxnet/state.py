@@ -13,11 +13,11 @@ from polyhvd.mxnet.base import adapter, collectives
 from polyhvd.mxnet.errors import InvalidArgumentError, RankMismatchError, as_mxnets
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 
-from polyhvd.collectives.objects import allgather_object, broadcast_object
+from polyhvd.collectives.objects import broadcast_object
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.runtime import current
-from polyhvd.training.state import broadcast_named, put_tensors, take_tensors
+from polyhvd.training.state import broadcast_named, by_rank, put_tensors, take_tensors
 
 __all__ = [
     "broadcast_optimizer_state",
@@ -201,14 +201,13 @@ def _updater_of(trainer: Any) -> tuple[mx.optimizer.Updater, dict[Any, Any]]:
 
 def _check_same(optimizer: Any, parameters: dict[Any, Any], root_rank: int, process_set: ProcessSet) -> None:
     own = (type(optimizer).__name__, list(parameters.values()))
-    every = allgather_object(own, "optimizer_state.kind", process_set)
-    ranks = range(current.world().placement.size) if process_set.ranks is None else process_set.ranks
-    by_rank = dict(zip(ranks, every, strict=True))
-    different = [rank for rank, other in by_rank.items() if other != by_rank[root_rank]]
+    with as_mxnets():
+        every = by_rank("broadcast_optimizer_state", own, "optimizer_state.kind", root_rank, process_set)
+    different = [rank for rank, other in every.items() if other != every[root_rank]]
     if different:
         raise RankMismatchError(
             f"broadcast_optimizer_state: ranks {different} have another optimizer or other parameters than "
-            f"root rank {root_rank}, which has {by_rank[root_rank][0]} of {len(by_rank[root_rank][1])} "
+            f"root rank {root_rank}, which has {every[root_rank][0]} of {len(every[root_rank][1])} "
             "parameters; make the same trainer on every rank"
         )
 

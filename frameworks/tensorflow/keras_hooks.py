@@ -54,7 +54,8 @@ def _pairs_reduced_first(apply_gradients: Any) -> Any:
             with inner.polyhvd_already_reduced():
                 return apply_gradients(self, list(zip(reduced, variables, strict=True)), *args, **kwargs)
 
-        return inner.polyhvd_step([gradient for gradient, _ in pairs], variables, apply_reduced)
+        gradients = [gradient for gradient, _ in pairs]
+        return inner.polyhvd_step(gradients, variables, apply_reduced, is_scaled=True)
 
     return reduce_and_apply
 

@@ -48,7 +48,12 @@ class _Distributed(Wrapped):
         self._polyhvd.keep_local(var)
 
     def polyhvd_step(
-        self, gradients: Iterable[Any], variables: Iterable[Any] | None, apply: Callable[[list[Any]], Any]
+        self,
+        gradients: Iterable[Any],
+        variables: Iterable[Any] | None,
+        apply: Callable[[list[Any]], Any],
+        *,
+        is_scaled: bool = False,
     ) -> Any:
         """Call ``apply`` with the gradients over the ranks, if this pass completes a step.
 
@@ -60,6 +65,8 @@ class _Distributed(Wrapped):
         if self._polyhvd_reduced:
             return apply(gradients)
         sources = None if variables is None else list(variables)
+        if sources is not None and (is_scaled or hasattr(self, "inner_optimizer")):
+            gradients = self._polyhvd.share_overflow(gradients, sources)
         if self.polyhvd_passes.number == 1:
             with self._polyhvd_drift.before(sources, self):
                 reduced = self._polyhvd(gradients, sources)

@@ -93,6 +93,15 @@ class TensorflowExchange(Exchange[Any]):
         """A tensor or slices, divided."""
         return sparse.divided(gradient, divisor)
 
+    def with_overflow_of(self, gradient: Any, others: Sequence[Any]) -> Any:
+        """With infinity in each place."""
+        are_slices = isinstance(gradient, tf.IndexedSlices)
+        values = tf.convert_to_tensor(gradient.values if are_slices else gradient)
+        local = [other.values if isinstance(other, tf.IndexedSlices) else other for other in others]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(other)) for other in local])
+        values = tf.where(finite, values, tf.constant(float("inf"), values.dtype))
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if are_slices else values
+
     def identity(self, source: Any) -> Any:
         """See :func:`reference`."""
         return reference(source)

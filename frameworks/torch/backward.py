@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from polyhvd.torch.base import collectives
 from polyhvd.torch.closures import joint_loss
 from polyhvd.torch.reducer import TorchExchange
 from polyhvd.torch.registry import Registry
@@ -141,7 +142,7 @@ class Gradients(Section):
         _registry.collect_owners(parameters)
         for parameter in parameters:
             if torch.nn.parameter.is_lazy(parameter):
-                raise InvalidArgumentError("a lazy parameter has no shape yet; run the model once before")
+                raise InvalidArgumentError("a lazy parameter has no shape yet; run the model once first")
             position = len(self._parameters)
             self._parameters.append(parameter)
             self._passes.append(0)
@@ -207,6 +208,7 @@ class Gradients(Section):
             )
         if position not in self._local:
             self._local.add(position)
+            self.has_local = True
             _registry.keep_local(parameter, self._scaled_local())
 
     def _scaled_local(self) -> Callable[[Tensor], Tensor]:
@@ -608,6 +610,21 @@ class Gradients(Section):
             self._reduced.clear()
         elif task == self._stepping_in and position in self._reduced:
             self._start(position)  # raises
+
+    def share_overflow(self) -> None:
+        """Let a GradScaler find on every rank that a gradient which is not reduced has overflowed on one."""
+        sections = (self, *self._lenders())
+        if not any(section.has_local_anywhere for section in sections) or not self._reducer.takes_part():
+            return
+        local = [section._parameters[i].grad for section in sections for i in section._local]
+        are_finite = all(bool(each.to_dense().isfinite().all()) for each in local if each is not None)
+        found = torch.tensor([not are_finite], dtype=torch.uint8)
+        name, op = f"{self._prefix}.overflow", ReduceOp.Max
+        collectives.allreduce(found, name=name, op=op, process_set=self.process_set, in_place=True)
+        gradients = (parameter.grad for parameter in self._parameters)
+        gradient = next((gradient for gradient in gradients if gradient is not None), None)
+        if found.item() and gradient is not None:
+            gradient.mul_(float("inf"))
 
     def joint_loss(self, loss: Any) -> Any:
         """The ranks' losses as one; see :func:`polyhvd.torch.closures.joint_loss`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -166,6 +167,23 @@ def _reducing(closure: Callable[[], Any], gradients: Gradients) -> Callable[[], 
     return reduced
 
 
+@functools.cache
+def _share_overflows() -> None:
+    """Have every GradScaler skip a step for gradients that have overflowed on another rank only."""
+    scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+    unscale = getattr(scaler, "_unscale_grads_", None)
+    if unscale is None:
+        return
+
+    @functools.wraps(unscale)
+    def unscale_shared(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(optimizer, _DistributedOptimizer):
+            optimizer._own_gradients().share_overflow()
+        return unscale(self, optimizer, *args, **kwargs)
+
+    scaler._unscale_grads_ = unscale_shared
+
+
 def _checked_names(
     named_parameters: Iterable[tuple[str, Tensor]] | None, parameters: list[Tensor]
 ) -> dict[int, str]:
@@ -215,6 +233,7 @@ def distribute(
     if options.op == ReduceOp.Adasum:
         return _in_class(optimizer, AdasumOptimizer, "_steps", Steps(options, members, names))
     gradients = Gradients(parameters, names, options, members)
+    _share_overflows()
     return _in_class(optimizer, _DistributedOptimizer, "_gradients", gradients)
 
 

@@ -48,8 +48,9 @@ REDUCED = 2  # was reduced in an earlier round of this step
 READY = 3  # is being reduced; READY + n: as a sparse tensor of n sparse dimensions
 
 # Whether a section is here, whether it is not at its step, rounds since the last step, 255 minus these, a
-# digest that identifies its parameters, and one of the hyperparameters of its last step.
-_HEADER_BYTES = 12
+# digest that identifies its parameters, one of the hyperparameters of its last step, and whether gradients of
+# it stay on their rank.
+_HEADER_BYTES = 13
 _GONE, _HERE, _AT_STEP = range(3)
 _ROUNDS_MAX = 255
 #: Sections that are gone on every rank keep their places until these take more than this.
@@ -89,6 +90,8 @@ class Section(abc.ABC):
         self.digest = 0
         #: Of the hyperparameters of its last step, if not 0.
         self.values_digest = 0
+        #: Whether gradients of it stay on this rank, and whether some do on any rank, as of the last round.
+        self.has_local = self.has_local_anywhere = False
         #: Why it takes part no more; the same on every rank.
         self.retired: str | None = None
 
@@ -262,7 +265,8 @@ class _Round:
                     rounds = min(section.rounds, _ROUNDS_MAX)
                     here = _AT_STEP if is_at_step else _HERE
                     states += bytes((here, not is_at_step, rounds, _ROUNDS_MAX - rounds))
-                    states += _doubled(section.digest) + _doubled(section.values_digest) + reported
+                    states += _doubled(section.digest) + _doubled(section.values_digest)
+                    states += bytes((section.has_local,)) + reported
                     return
         states += bytes(_HEADER_BYTES + place.size)
 
@@ -290,6 +294,7 @@ class _Round:
             raise
         for part, union in self._concerned():
             part.section.settled = EXPECTED not in union or not self._states[part.begin + 1]
+            part.section.has_local_anywhere = bool(self._states[part.begin + 12])
             try:
                 part.section.start_missing(union)
             except Exception as error:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from polyhvd.torch.base import adapter, collectives, increment_version
 
-from polyhvd.collectives.objects import allgather_object, broadcast_object
+from polyhvd.collectives.objects import broadcast_object
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError, RankMismatchError
 from polyhvd.runtime import current
-from polyhvd.training.state import broadcast_named, put_tensors, take_tensors
+from polyhvd.training.state import broadcast_named, by_rank, put_tensors, take_tensors
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters", "load_state"]
 
@@ -48,7 +48,7 @@ def broadcast_parameters(
             )
         if torch.nn.parameter.is_lazy(tensor):
             raise InvalidArgumentError(
-                f"broadcast_parameters: {name!r} has no shape yet; run the model once before"
+                f"broadcast_parameters: {name!r} has no shape yet; run the model once first"
             )
     rounds = _without_shared_memory(named)
     names: list[str] | None = [
@@ -147,15 +147,15 @@ def _received_state(optimizer: torch.optim.Optimizer, root_rank: int, process_se
 
 def _check_groups(optimizer: torch.optim.Optimizer, root_rank: int, process_set: ProcessSet) -> None:
     groups = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
-    every = allgather_object((type(optimizer).__name__, groups), "optimizer_state.groups", process_set)
-    by_rank = dict(zip(process_set.ranks or (), every, strict=True))
-    kind, expected = by_rank[root_rank]
-    if others := {rank: name for rank, (name, _) in by_rank.items() if name != kind}:
+    own, name = (type(optimizer).__name__, groups), "optimizer_state.groups"
+    every = by_rank("broadcast_optimizer_state", own, name, root_rank, process_set)
+    kind, expected = every[root_rank]
+    if others := {rank: name for rank, (name, _) in every.items() if name != kind}:
         raise RankMismatchError(
             f"broadcast_optimizer_state: ranks {list(others)} have {', '.join(sorted({*others.values()}))}, "
             f"and root rank {root_rank} has {kind}; build the same optimizer on every rank"
         )
-    different = [rank for rank, (_, other) in by_rank.items() if other != expected]
+    different = [rank for rank, (_, other) in every.items() if other != expected]
     if different:
         raise RankMismatchError(
             f"broadcast_optimizer_state: ranks {different} have other parameters than root rank {root_rank}, "

@@ -1,1 +1,1 @@
-"""Jobs that lose and gain processes and go on: who is in the world, and how a process comes back into it."""
+"""Jobs that lose and gain processes: which processes are in the world, and how a process rejoins it."""

@@ -17,6 +17,7 @@ import secrets
 import stat
 import zipfile
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,6 +37,14 @@ _NAME = re.compile(r"checkpoint-(\d{12})\.npz")
 _TORN_NAME = re.compile(r"checkpoint-(\d{12})\.torn")
 _TEMPORARY = ".writing-"
 _KEPT = 2
+#: Empty dicts that are more than a dict, by their names in a checkpoint.
+_DICTS: dict[str, Callable[[], Any]] = {
+    "Counter": Counter,
+    "defaultdict int": lambda: defaultdict(int),
+    "defaultdict float": lambda: defaultdict(float),
+    "defaultdict list": lambda: defaultdict(list),
+    "defaultdict dict": lambda: defaultdict(dict),
+}
 #: What reading a damaged file raises.
 _DAMAGES = (
     OSError,
@@ -84,7 +93,8 @@ def pack(value: Any, where: str = "state") -> tuple[Any, list[Array]]:
     def packed(item: Any, name: str) -> Any:
         if item is None or type(item) in (bool, int, float, str):
             return item
-        if isinstance(item, (np.ndarray, np.generic)) and not item.dtype.hasobject:
+        is_whole = not isinstance(item, np.ma.MaskedArray)  # its mask would be lost
+        if isinstance(item, (np.ndarray, np.generic)) and is_whole and not item.dtype.hasobject:
             kind = "array" if isinstance(item, np.ndarray) else "scalar"
             array = np.asarray(item)
             if array.dtype.isbuiltin == _OF_A_PACKAGE:  # bfloat16 and such, of ml_dtypes
@@ -95,7 +105,7 @@ def pack(value: Any, where: str = "state") -> tuple[Any, list[Array]]:
             return {"bytes": kept(np.frombuffer(bytes(item), np.uint8))}
         if isinstance(item, dict):
             pairs = [[packed(key, f"a key of {name}"), packed(item[key], f"{name}[{key!r}]")] for key in item]
-            return {"dict": pairs}
+            return {"dict": pairs, "class": _name_of(item)} if type(item) is not dict else {"dict": pairs}
         if type(item) in (list, tuple):
             items = [packed(part, f"{name}[{number}]") for number, part in enumerate(item)]
             return {type(item).__name__: items}
@@ -135,12 +145,20 @@ def unpack(tree: Any, array: Callable[[int], Array]) -> Any:
         made = np.frombuffer(array(content).tobytes(), _dtype_of(tree["dtype"])).reshape(tree["shape"]).copy()
         return made[()] if tree.get("is_scalar") else made
     if kind == "dict":
-        return {unpack(key, array): unpack(item, array) for key, item in content}
+        made = _DICTS.get(tree.get("class", ""), dict)()
+        made.update({unpack(key, array): unpack(item, array) for key, item in content})
+        return made
     if kind == "list":
         return [unpack(item, array) for item in content]
     if kind == "tuple":
         return tuple(unpack(item, array) for item in content)
     raise ValueError(f"it has a {kind!r}, which this version does not know")
+
+
+def _name_of(item: dict[Any, Any]) -> str:
+    """The name of a dict in :data:`_DICTS`, if it has one; another is read as a plain dict."""
+    factory = getattr(getattr(item, "default_factory", None), "__name__", "")
+    return f"{type(item).__name__} {factory}".rstrip()
 
 
 class TornError(CheckpointError):
@@ -191,6 +209,18 @@ class Folder:
             raise CheckpointError(
                 f"the folder of checkpoints {str(self.path)!r} cannot be made: {error.strerror}; pass "
                 "another one, or make it a folder that this user may write"
+            ) from None
+
+    def require_writable(self) -> None:
+        """Raise CheckpointError if no file can be written there, before there is work to lose."""
+        temporary = self.path / f"{_TEMPORARY}0-{secrets.token_hex(8)}"
+        try:
+            temporary.touch(exist_ok=False)
+            temporary.unlink()
+        except OSError as error:
+            raise CheckpointError(
+                f"no checkpoint can be written to {str(self.path)!r}: {error.strerror}; pass a folder in "
+                "which this user may make files"
             ) from None
 
     def numbers(self) -> list[int]:
@@ -303,7 +333,7 @@ class Folder:
             raise
         except MemoryError:
             raise CheckpointError(
-                f"the checkpoint {str(file)!r} needs more memory than there is; use a larger machine"
+                f"the checkpoint {str(file)!r} needs more memory than is available; use a larger machine"
             ) from None
         except _DAMAGES as error:
             if isinstance(error, OSError) and error.errno in _NOT_NOW:

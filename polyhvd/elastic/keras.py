@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from polyhvd.elastic.state import State
@@ -35,16 +36,20 @@ class CommitState:
             raise InvalidArgumentError(f"batches_per_commit={batches_per_commit}: expected 0 or more")
         self.state = state
         self.batches_per_commit = batches_per_commit
-        self._batches = 0
+        self._batches = self._first = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Reset the count: all ranks begin here together."""
         self._batches = 0
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Note which batches are executed together."""
+        self._first = batch
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Commit, if it is time."""
-        self._batches += 1
-        if batch + 1 == (getattr(self, "params", None) or {}).get("steps"):
+        self._batches += max(1, batch - self._first + 1)
+        if batch + 1 >= _steps(self):
             return  # a commit that has all batches of an epoch, but not its end, would begin with a whole one
         if self.batches_per_commit and self._batches >= self.batches_per_commit:
             self._batches = 0
@@ -80,12 +85,17 @@ class UpdateBatchState:
         self._before = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """One batch more is done."""
-        self.state.batch = self._before + batch + 1
+        """The batches up to this one are done; the last execution of an epoch may have fewer."""
+        self.state.batch = self._before + int(min(batch + 1, _steps(self)))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The next epoch begins with its first batch."""
         self._before = self.state.batch = 0
+
+
+def _steps(callback: Any) -> float:
+    """Batches of an epoch, as far as Keras knows."""
+    return (getattr(callback, "params", None) or {}).get("steps") or math.inf
 
 
 class UpdateEpochState:

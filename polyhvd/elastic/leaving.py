@@ -64,8 +64,8 @@ def on_leave(callback: Callable[[Leave], object]) -> Callable[[Leave], object]:
 
 @contextlib.contextmanager
 def leaving_with(callback: Callable[[Leave], object]) -> Iterator[None]:
-    """Call a function as if it was registered by :func:`on_leave`, within this context."""
-    _callbacks.append(callback)
+    """Call a function before those of :func:`on_leave`, which may take longer than the grace."""
+    _callbacks.insert(0, callback)
     try:
         yield
     finally:
@@ -74,11 +74,11 @@ def leaving_with(callback: Callable[[Leave], object]) -> Iterator[None]:
 
 def run_callbacks(leave: Leave) -> None:
     """Call the functions registered by :func:`on_leave`, then raise the first error, if any."""
-    first_error: Exception | None = None
+    first_error: Exception | SystemExit | None = None
     for callback in list(_callbacks):
         try:
             callback(leave)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             first_error = first_error or error
     if first_error is not None:
         raise first_error from None

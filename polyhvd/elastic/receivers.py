@@ -25,6 +25,7 @@ class Version(NamedTuple):
     is_commit: bool  #: whether its values are those of that commit
     #: The world that all its ranks have left between two steps, and after which of them since the commit.
     boundary: tuple[int, int] | None
+    is_adapted: bool = False  #: whether functions of the user may have changed the values since
 
     @property
     def is_known(self) -> bool:
@@ -38,7 +39,8 @@ class Version(NamedTuple):
         Values that are not those of the last commit get a new number, since a rank may fail before it has
         received them.
         """
-        return self.commits if self.is_commit and self.commits != UNCOMMITTED else self.commits + 1
+        is_same = self.is_commit and not self.is_adapted and self.commits != UNCOMMITTED
+        return self.commits if is_same else self.commits + 1
 
 
 def newest(versions: Sequence[Version]) -> int:

@@ -43,6 +43,7 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._commits = UNCOMMITTED  # number of the last; the same for the same commit on all ranks
         self._is_commit = False  # whether the values are those of the last commit
+        self._is_adapted = False  # whether functions of the user may have changed them for the present world
         self._checks = 0  # since the last commit or sync()
         #: The world that all its ranks have left between two steps, and after which check; None: none.
         self._boundary: tuple[int, int] | None = None
@@ -158,6 +159,9 @@ class State:
         self.reset()
         for callback in self._reset_callbacks:
             callback()
+        methods = type(self).reset, type(self).on_reset
+        are_ours = all(method.__module__.startswith("polyhvd.") for method in methods)
+        self._is_adapted = not are_ours or bool(self._reset_callbacks)
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Does nothing: Horovod's driver calls it, while here :meth:`check_host_updates` checks by itself.
@@ -250,7 +254,10 @@ class ObjectState(State):
 
             state.save()
         """
-        self._saved = copied_by_name({name: getattr(self, name) for name in self._names})
+        self._saved = self._copied()
+
+    def _copied(self) -> dict[str, Any]:
+        return copied_by_name({name: getattr(self, name) for name in self._names})
 
     def restore(self) -> None:
         """Give the attributes the values of the copy.
@@ -278,7 +285,7 @@ class ObjectState(State):
         """
         if current.world().engine.behind:
             return  # before an elastic function, in which it is synced
-        mine = Version(self._commits, self._is_commit, self._boundary)
+        mine = Version(self._commits, self._is_commit, self._boundary, self._is_adapted)
         kept_by = self._kept_names(), self._kept_forms()
         gathered = allgather_object((mine, *kept_by, has_gpus()), name="elastic.state.commits")
         versions = [version for version, *_ in gathered]
@@ -288,12 +295,12 @@ class ObjectState(State):
         require_alike({rank: names for rank, (_, names, *_) in enumerate(gathered)}, root)
         receivers = lacking(versions, root)
         require_alike({rank: gathered[rank][2] for rank in (root, *receivers)}, root)
-        kept = self._is_commit and self._rank() not in receivers
+        kept = self._is_commit and not self._is_adapted and self._rank() not in receivers
         with exchange(root, receivers, gpus=any(gpus for *_, gpus in gathered)) as among:
             self._sync_from(root, among=among)
         self._keep_synced(kept=kept)
         self._commits = versions[root].after_sync
-        self._is_commit = False
+        self._is_commit = self._is_adapted = False
         self._checks, self._boundary = 0, None
 
     def _nothing_kept(self) -> None:
@@ -523,9 +530,10 @@ class HandlersState(ObjectState):
 
             state.save()
         """
+        copies = self._copied()  # first: if a value cannot be copied, all copies stay as they were
         for handler in self._handlers.values():
             handler.save()
-        super().save()
+        self._saved = copies
 
     def restore(self) -> None:
         """Give all attributes the values of the copy.

@@ -152,6 +152,8 @@ def _train(
     def go_on(training: Training) -> None:
         training.begin_again()
         position = training.position
+        if position.epoch < epochs:
+            training.require_folder()
         while position.epoch < epochs:
             _go_through_epoch(step, data, training, on_epoch_end, shown)
         training.end()
@@ -254,6 +256,7 @@ class Training(ObjectState):
         self._inner = inner
         self.position = position
         self._folder = None if checkpoint is None else Folder(checkpoint)
+        self._is_starting = False  # whether no rank had a commit in the last sync()
         self._checkpoint_every = checkpoint_every
         self._commit_every = commit_every
         self._is_due = False  # whether the next commit is written to disk
@@ -283,6 +286,11 @@ class Training(ObjectState):
         """Discard what was read ahead for another world. All ranks call it together."""
         self._is_due, self._commit_is_due, self._held = False, False, 0
         self.position.load_state_dict(self.position.state_dict())
+
+    def require_folder(self) -> None:
+        """Raise CheckpointError before the job's first step if this rank could not write checkpoints."""
+        if self._folder is not None and self._rank() == 0 and self._is_starting:
+            self._folder.require_writable()
 
     def end_step(self, *, epoch_ended: bool) -> None:
         """Commit and write what is due after a step, when gradients of earlier passes wait for no update.
@@ -348,6 +356,7 @@ class Training(ObjectState):
     def on_reset(self) -> None:
         """The objects that the user has registered with the state."""
         self._inner.on_reset()
+        self._is_adapted = self._inner._is_adapted
 
     def sync(self) -> None:
         """Give all ranks the newest commit, or where there is none yet, the newest checkpoint.
@@ -360,7 +369,8 @@ class Training(ObjectState):
             for rank, (_, unfit) in enumerate(found):
                 if unfit:
                     raise self._error_of(rank, unfit)
-            if max(commits for commits, _ in found) < 0:
+            self._is_starting = max(commits for commits, _ in found) < 0
+            if self._is_starting:
                 self._resume(self._folder)
             elif self._commits < 0:
                 self._folder.make()

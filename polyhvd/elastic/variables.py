@@ -203,7 +203,7 @@ class KerasModelState(HandlersState):
         if not getattr(model, "built", False) or not model.weights:
             raise InvalidArgumentError(
                 f"the model {getattr(model, 'name', model)!r} has no weights yet, which an elastic state "
-                "needs; begin it with an Input, or call model.build(input_shape) before"
+                "needs; begin it with an Input, or call model.build(input_shape) first"
             )
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)

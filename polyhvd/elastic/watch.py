@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import threading
 import time
 import weakref
@@ -17,6 +16,7 @@ from collections import deque
 
 from polyhvd.elastic.pace import SlowRank
 from polyhvd.elastic.places import LauncherConnection, lost_scope, slow_scope
+from polyhvd.rendezvous import network
 from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime.world import World
@@ -91,7 +91,7 @@ class LauncherWatch:
     def _run(self) -> None:
         try:
             while True:
-                select.select([self._store.fileno(), self._wake], [], [])
+                network.await_ready([self._store.fileno(), self._wake], None)
                 self._turn()
         except (StoreError, OSError, ValueError) as error:
             self._store.close()

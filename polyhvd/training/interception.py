@@ -1,4 +1,4 @@
-"""Methods of single objects that are looked into for a while, by several at once."""
+"""Intercepts methods of single objects for a time, for several observers at once."""
 
 from __future__ import annotations
 

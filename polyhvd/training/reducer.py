@@ -132,6 +132,10 @@ class Exchange(Generic[T]):
         """A dense tensor with the numbers along its last axis in another order."""
         return cast(T, cast(Any, tensor)[..., list(places)])
 
+    def with_overflow_of(self, gradient: T, others: Sequence[T]) -> T:
+        """A gradient, without finite numbers if one of the others is not finite; any may be sparse."""
+        raise NotImplementedError
+
     def identity(self, source: Any) -> Any:
         """The identity of a variable, the same for a variable and its wrapper."""
         return id(source)
@@ -214,7 +218,7 @@ class GradientReducer(Generic[T]):
         given = self.options.compression
         if is_shared and isinstance(given, type) and issubclass(given, KeyedCompressor):
             raise InvalidArgumentError(
-                f"compression={given.__name__}: its state would be gone with the tape; pass an instance"
+                f"compression={given.__name__}: its state would be lost with the tape; pass an instance"
             )
         compressor = compressor_of(given)
         if not isinstance(compressor, KeyedCompressor):
@@ -245,6 +249,20 @@ class GradientReducer(Generic[T]):
         identity = self.exchange.identity
         local = self.local.union(identity(v) for layer in self.local_layers for v in layer.weights)
         return [identity(source) in local for source in sources]
+
+    def share_overflow(self, gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+        """The gradients of a scaled loss, of which those that stay here can overflow on this rank only.
+
+        One that is reduced then overflows, too: the loss scaler of every rank skips the step.
+        """
+        shared = list(gradients)
+        is_local = self.are_local(sources)
+        there = [i for i, gradient in enumerate(shared) if gradient is not None]
+        local = [shared[i] for i in there if is_local[i]]
+        sent = next((i for i in there if not is_local[i]), None)
+        if local and sent is not None:
+            shared[sent] = self.exchange.with_overflow_of(shared[sent], local)
+        return shared
 
     def scaled_local(self, gradient: T) -> T:
         """A gradient that stays here as large as if the other ranks had sent zeros, if that was asked for."""
@@ -373,7 +391,7 @@ class GradientReducer(Generic[T]):
             self._send_sparse({key: gradient}, prefix, -mapped.number, number=mapped.number)
         else:
             raise UnsupportedError(
-                f"mapping: the gradient at {key} is sparse, and the weight lies in another layout than on "
+                f"mapping: the gradient at {key} is sparse, and the weight has another layout than on "
                 "other ranks; pass sparse_as_dense=True"
             )
 

@@ -6,12 +6,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.runtime import current
 from polyhvd.training.naming import require_same_names
 
-__all__ = ["MODEL_ADVICE", "broadcast_named", "changed", "put_tensors", "take_tensors"]
+__all__ = ["MODEL_ADVICE", "broadcast_named", "by_rank", "changed", "put_tensors", "take_tensors"]
 
 T = TypeVar("T")
 
@@ -61,6 +64,28 @@ def broadcast_named(
                 first_error = first_error or error
     if first_error is not None:
         raise first_error
+
+
+def by_rank(call: str, value: Any, name: str, root_rank: int, process_set: ProcessSet) -> dict[int, Any]:
+    """Values of the ranks that take part in a call, by their ranks; those that have joined have none.
+
+    Args:
+        call: what it is, in messages.
+        value: of this rank.
+        name: of the operation.
+        root_rank: world rank of the sender.
+        process_set: the ranks that take part.
+
+    Raises:
+        InvalidArgumentError: the sender does not take part; on every rank.
+    """
+    found = dict(allgather_object((current.world().placement.rank, value), name, process_set))
+    if root_rank not in found:
+        raise InvalidArgumentError(
+            f"{call}: root rank {root_rank} is not one of the ranks that take part, which are "
+            f"{', '.join(map(str, found))}; pass one of them"
+        )
+    return found
 
 
 class _Place:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,17 @@ def test_value_is_what_was_written(tmp_path: Path) -> None:
     assert found["nested"][(1, "a")] == 2**70
     assert found["nested"]["t"] == (1, (2.0, b"\0\xff"))
     assert found["nested"]["t"][1][0].dtype == np.float32
+
+
+def test_dicts_come_back_as_what_they_were(tmp_path: Path) -> None:
+    value = {"seen": Counter(a=2), "rows": defaultdict(list, b=[1]), "plain": {}}
+    folder = Folder(tmp_path)
+    folder.write(1, {**value, "own": defaultdict(lambda: 7, c=4)})
+    found = folder.read(1)
+    assert found.pop("own") == {"c": 4}
+    assert (found, [*map(type, found.values())]) == (value, [Counter, defaultdict, dict])
+    found["seen"]["new"] += 1
+    found["rows"]["new"].append(1)
 
 
 def test_types_that_numpy_does_not_have_are_what_was_written(tmp_path: Path) -> None:
@@ -101,7 +113,9 @@ def test_two_are_kept_and_what_the_dead_have_begun_is_removed(tmp_path: Path) ->
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.parametrize("value", [object(), {"a": [lambda: 1]}, {1, 2}, np.array([None])])
+@pytest.mark.parametrize(
+    "value", [object(), {"a": [lambda: 1]}, {1, 2}, np.array([None]), np.ma.array([1.0], mask=[True])]
+)
 def test_what_would_need_a_pickle_is_refused_with_its_name(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^state\['x'\].* is a .*, which no checkpoint can keep"):
         pack({"x": value})

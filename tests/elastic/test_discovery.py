@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from ranks_alive import DEADLINE_S, outliving_sigkill, wait_until
 
-from polyhvd.launch.elastic.discovery import HostDiscoveryScript, HostsFile, discovery_of
+from polyhvd.launch.elastic.discovery import Discovery, HostDiscoveryScript, HostsFile, discovery_of
 from polyhvd.launch.hosts.lists import HostsError
 
 MODULE = """
@@ -45,14 +48,58 @@ def test_script_that_never_ceases_to_print_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["echo a:1; exec sleep 60", "echo a:1; sleep 60 &", "exec sleep 60 >&- 2>&-"]
+    ("text", "found"),
+    [
+        ("echo a:1; exec sleep 60", "has not ended within"),
+        ("echo a:1; sleep 60 &", "has ended, but a process that it has started still holds its output after"),
+        ("exec sleep 60 >&- 2>&-", "has not ended within"),
+    ],
 )
-def test_script_that_hangs_or_leaves_a_child_is_ended_in_time(tmp_path: Path, text: str) -> None:
+def test_script_that_hangs_or_leaves_a_child_is_ended_in_time(tmp_path: Path, text: str, found: str) -> None:
     source = HostDiscoveryScript(script(tmp_path, text), timeout_s=0.5)
     began = time.monotonic()
-    with pytest.raises(OSError, match=r"not ended within 0\.5 s"):
+    with pytest.raises(OSError, match=rf"{found} 0\.5 s"):
         source.find_available_hosts_and_slots()
     assert time.monotonic() - began < 30
+
+
+def test_script_that_outlives_sigkill_is_given_up_and_not_run_a_second_time(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    text = f"[ -e {pid} ] && echo a:1 && exit; echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600"
+    source = HostDiscoveryScript(script(tmp_path, text), timeout_s=2)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(source.find_available_hosts_and_slots)
+        wait_until(pid.exists, "the script runs")
+        with outliving_sigkill(int(pid.read_text())):
+            with pytest.raises(OSError, match="has not ended within 2 s"):
+                first.result(30)
+            with pytest.raises(
+                OSError, match=r"is not run again before process \d+ of its last run has ended"
+            ):
+                source.find_available_hosts_and_slots()
+    wait_until(lambda: source._killed is not None and source._killed.poll() is not None, "its end")
+    assert source.find_available_hosts_and_slots() == {"a": 1}
+
+
+def test_complaint_that_differs_only_in_numbers_is_made_once(tmp_path: Path) -> None:
+    lines = iter(["E1128 20:01:02.1 77 no server", "E1128 20:01:03.2 78 no server", "no login", "a:1"])
+
+    class Failing:
+        def find_available_hosts_and_slots(self) -> dict[str, int]:
+            if (line := next(lines)) != "a:1":
+                raise OSError(line)
+            discovery.close()
+            found.set()
+            return {"a": 1}
+
+    found = threading.Event()
+    discovery = Discovery(Failing(), interval_s=0.001)
+    discovery.begin(lambda: None)
+    assert found.wait(DEADLINE_S)
+    assert [text.split(";")[0] for text in discovery.complaints()] == [
+        "discovery of hosts: E1128 20:01:02.1 77 no server",
+        "discovery of hosts: no login",
+    ]
 
 
 def test_file_is_read_anew_each_time(tmp_path: Path) -> None:
@@ -67,6 +114,19 @@ def test_file_is_read_anew_each_time(tmp_path: Path) -> None:
     file.write_bytes(b"\xff:2\n")
     with pytest.raises(HostsError, match="cannot read"):
         source.find_available_hosts_and_slots()
+
+
+def test_file_that_is_written_in_place_is_read_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a\nb\n")
+    source = HostsFile(str(file))
+    assert source.find_available_hosts_and_slots() == {"a": 1, "b": 1}
+    states = iter(["a\n", "a\nb\nc\n", "a\nb\nc\n"])
+    monkeypatch.setattr(time, "sleep", lambda _: file.write_text(next(states)))
+    file.write_text("")
+    assert source.find_available_hosts_and_slots() == {"a": 1, "b": 1, "c": 1}
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import polyhvd.numpy as hvd
 import pytest
 
 from polyhvd.elastic import process
+from polyhvd.elastic.state import Handler, HandlersState
 from polyhvd.runtime import current
 
 pytestmark = pytest.mark.ranks(1, 3, framework="numpy")
@@ -50,15 +51,32 @@ def test_commit_is_not_changed_by_what_follows_it() -> None:
         assert state.w.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", ["objects", "arrays"])
+class Weights(Handler):
+    """Keeps a list."""
+
+    def save(self) -> None:
+        self._saved = self.value.copy()
+
+    def restore(self) -> None:
+        self.value[:] = self._saved
+
+
+@pytest.mark.parametrize("kind", ["objects", "arrays", "handlers"])
 def test_attribute_that_cannot_be_copied_is_named_and_the_last_commit_stays(kind: str) -> None:
-    objects = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=1, lock=None)
-    state = objects if kind == "objects" else hvd.elastic.ArrayState(step=1, lock=None)
+    makers = {
+        "objects": lambda **kept: hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, **kept),
+        "arrays": hvd.elastic.ArrayState,
+        "handlers": lambda **kept: HandlersState({"weights": Weights([1])}, **kept),
+    }
+    state: Any = makers[kind](step=1, lock=None)
     state.step, state.lock = 2, threading.Lock()
+    if kind == "handlers":
+        state.weights[0] = 2
     with pytest.raises(hvd.InvalidArgumentError, match=r"'lock', a _thread\.lock, cannot be copied"):
         state.save()
     state.restore()
     assert (state.step, state.lock) == (1, None)
+    assert kind != "handlers" or state.weights == [1]
 
 
 def test_first_sync_tells_rank_0_s_values() -> None:
@@ -169,6 +187,37 @@ def test_sync_uses_a_process_set_that_is_there_and_leaves_it() -> None:
     if pair.included():
         assert hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=pair).tolist() == [2]
     assert hvd.remove_process_set(pair)
+
+
+@pytest.mark.parametrize("how", ["callback", "reset", "on_reset"])
+def test_sync_keeps_values_that_were_adapted_to_the_new_world(how: str) -> None:
+    sizes = iter([3, 2])
+
+    def adapt(state: Any) -> None:
+        size = next(sizes)
+        state.rate *= size / state.size
+        state.size = size
+
+    class Resetting(hvd.elastic.ArrayState):
+        def reset(self) -> None:
+            adapt(self)
+
+    class Adapting(hvd.elastic.ArrayState):
+        def on_reset(self) -> None:
+            super().on_reset()
+            adapt(self)
+
+    makers = {"callback": hvd.elastic.ArrayState, "reset": Resetting, "on_reset": Adapting}
+    state = makers[how](rate=np.array([0.4]), size=4)
+    if how == "callback":
+        state.register_reset_callbacks([lambda: adapt(state)])
+    state.commit()
+    for number, rate in ((1, 0.3), (2, 0.2)):  # the second loss comes before a commit
+        state.restore()
+        state.on_reset()
+        state.sync()
+        assert state.rate == pytest.approx(rate)
+        assert state._commits == number, "a rank that was lost before it had these values has an older commit"
 
 
 def test_newcomer_gets_arrays_of_other_shapes_than_its_own() -> None:

@@ -98,6 +98,21 @@ def test_newcomer_gets_model_optimizer_and_scheduler_of_the_newest_commit() -> N
     step(state)
 
 
+def test_learning_rates_that_were_adapted_to_the_new_world_are_part_of_what_sync_keeps() -> None:
+    state = make()
+
+    def adapt() -> None:
+        state.optimizer.param_groups[0]["lr"] /= 2
+
+    state.register_reset_callbacks([adapt])
+    state.commit()
+    for rate in (0.05, 0.025):
+        state.restore()
+        state.on_reset()
+        state.sync()
+        assert values(state)[3] == [rate]
+
+
 def test_state_without_model_or_optimizer_keeps_the_rest() -> None:
     state = hvd.elastic.TorchState(step=1)
     assert (state.model, state.optimizer) == (None, None)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launching import Launcher, assert_gone
 
-from polyhvd.launch.elastic.driven import RESUME_STATUS
+from polyhvd.elastic.membership import Limits
+from polyhvd.launch.elastic.driven import RESUME_STATUS, Elastic
+from polyhvd.launch.elastic.driver import Driver
+from polyhvd.launch.hosts.lists import Host
+from polyhvd.launch.job.control import Request
 
 PROGRAM = str(Path(__file__).with_name("leaving_job.py"))
 
@@ -102,6 +110,21 @@ def test_polyhvd_leave_returns_when_the_rank_has_left(launcher: Launcher) -> Non
     job.finish(2)
 
 
+def test_refusal_by_a_job_of_many_processes_fits_a_message() -> None:
+    hosts = [Host(f"node{number}.a-long-domain.example.org", 8) for number in range(256)]
+    driver = Driver(Elastic(Limits(2048, 1, 2048), hosts), hosts)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, contextlib.closing(driver):
+        driver.begin(SimpleNamespace(start_member=lambda *_, **__: None), 0.0)  # type: ignore[arg-type]
+        driver.obey(Request({"hosts": ["node256"], "processes": [], "ranks": []}, theirs), 0.0)
+        line = ours.makefile().readline()
+    error = json.loads(line)["error"]
+    assert "hosts: node0.a-long-domain.example.org, node1." in error
+    assert "; process 0 (no rank) on node0.a-long-domain.example.org, process 1 " in error
+    assert error.endswith(", 2016 more")
+    assert len(line) < 1 << 16  # which polyhvd leave takes
+
+
 def test_polyhvd_leave_without_a_job_or_a_name_says_what_is_missing() -> None:
     command = [sys.executable, "-m", "polyhvd.cli", "leave"]
     done = subprocess.run([*command, "--job", "1", "--rank", "0"], capture_output=True, text=True)
@@ -130,11 +153,13 @@ def test_train_that_all_ranks_leave_goes_on_at_the_same_step_when_it_is_run_agai
 ) -> None:
     folder = tmp_path / "checkpoints"
     source = (
-        "import os, time\n"
+        "import os, sys, time\n"
         "import numpy as np\n"
         "import polyhvd.numpy as hvd\n"
         "from polyhvd.data import ArrayLoader\n"
         "hvd.init()\n"
+        "hvd.elastic.on_leave(lambda leave: sys.exit(3))\n"
+        "hvd.elastic.on_leave(lambda leave: os.write(1, b'left\\n'))\n"
         "state = hvd.elastic.ArrayState(counts=np.zeros(120), sizes=np.zeros(4))\n"
         "def step(batch):\n"
         "    rows = np.zeros(120)\n"
@@ -159,6 +184,7 @@ def test_train_that_all_ranks_leave_goes_on_at_the_same_step_when_it_is_run_agai
     steps = max(out.count(f"pid {pid}\n") for pid in pids)
     (name,) = os.listdir(folder)
     assert name == f"checkpoint-{steps:012d}.npz"
+    assert out.count("left\n") == 2, "a function that ends its program does not keep others from theirs"
     launcher.start("-np", "3", "--min-np", "1", source=source)
     status, out, err = launcher.finish()
     assert status == 0, err

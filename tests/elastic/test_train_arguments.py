@@ -60,6 +60,12 @@ def test_attribute_that_no_checkpoint_can_keep_is_refused_before_the_first_step(
         hvd.elastic.train(pytest.fail, state(x=object()), loader(), epochs=1, checkpoint=tmp_path)
 
 
+def test_folder_in_which_no_file_can_be_made_is_refused_before_the_first_step() -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be written to '/proc/self': .*; pass a"):
+        hvd.elastic.train(pytest.fail, state(), loader(), epochs=1, checkpoint="/proc/self")
+    hvd.elastic.train(pytest.fail, state(), loader(), epochs=0, checkpoint="/proc/self")
+
+
 def test_epochs_without_a_step_end_all_the_same() -> None:
     ended: list[int] = []
     for data in (loader(0), loader(1, last="drop")):

@@ -10,6 +10,7 @@ import pytest
 from mxnet import gluon
 
 from polyhvd.elastic.checkpoint import pack, unpack
+from polyhvd.training.passes import passes_held
 
 pytestmark = pytest.mark.ranks(2, framework="mxnet")
 
@@ -44,6 +45,34 @@ def test_restore_goes_back_to_the_last_of_several_commits() -> None:
             assert values(net) == expected
             put(net, -number)
         state.restore()
+
+
+@pytest.mark.parametrize("kind", ["trainer", "optimizer"])
+def test_pass_of_an_update_that_is_undone_counts_no_more(kind: str) -> None:
+    net = gluon.nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.Constant(1.0))
+    params, options = net.collect_params(), {"backward_passes_per_step": 2}
+    if kind == "trainer":
+        trainer = hvd.DistributedTrainer(params, "sgd", {"learning_rate": 1.0}, **options)
+    else:
+        optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=1.0), **options)
+        trainer = gluon.Trainer(params, optimizer, kvstore=None)
+    state = hvd.elastic.GluonState(net, trainer)
+
+    def make_pass(gradient: float) -> None:
+        with mx.autograd.record():
+            loss = net(mx.nd.array([[gradient]]))
+        loss.backward()
+        trainer.step(1)
+
+    make_pass(100.0)
+    assert passes_held() == 2
+    state.restore()
+    assert passes_held() == 0
+    for number in (1.0, 2.0):
+        make_pass(number * (hvd.rank() + 1))
+    mean = (hvd.size() + 1) / 2
+    assert values(net) == [[[1.0 - 3.0 * mean]]]
 
 
 def test_what_a_sync_has_told_is_the_commit_on_every_rank() -> None:

@@ -129,6 +129,8 @@ def test_states_of_updaters_and_what_is_refused(hvd, mx, np):
     net = mx.gluon.nn.Dense(4, in_units=3)
     net.initialize()
     trainer = hvd.DistributedTrainer(net.collect_params(), ("sgd", "adam")[rank])
+    with pytest.raises(hvd.InvalidArgumentError, match="root rank 7 is not one of the ranks that take part"):
+        hvd.broadcast_optimizer_state(trainer, root_rank=7)
     with pytest.raises(hvd.RankMismatchError, match=r"ranks \[1\] have another optimizer .* has SGD of 2"):
         hvd.broadcast_optimizer_state(trainer)
     with pytest.raises(TypeError, match="expected a Gluon trainer or an updater, found dict"):

@@ -364,6 +364,28 @@ def test_overflow_on_one_rank_is_everybodys() -> None:
     assert float(variable) == -0.5
 
 
+def test_overflow_of_a_local_variable_is_everybodys() -> None:
+    own, table, variable = tf.Variable([1.0, 1.0]), tf.Variable([[1.0], [1.0]]), tf.Variable(1.0)
+    inner = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    scaled = keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+    outside = hvd.DistributedOptimizer(
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+    )
+    for distributed, optimizer in ((inner, scaled), (outside, outside)):
+        distributed.register_local_var(own)
+        optimizer.build([own, table, variable])
+
+        @tf.function
+        def step(gradient: Any, optimizer: Any = optimizer) -> None:
+            slices = tf.IndexedSlices(tf.ones([1, 1]), tf.constant([1]), tf.constant([2, 1]))
+            optimizer.apply([gradient, slices, tf.constant(1.0)], [own, table, variable])
+
+        step(tf.constant([1.0, float("nan") if RANK == 1 else 1.0]))
+        assert (own.numpy().tolist(), table.numpy().tolist()) == ([1.0, 1.0], [[1.0], [1.0]])
+        assert float(variable) == 1.0
+        assert value(optimizer.dynamic_scale) == 2.0
+
+
 def test_mixed_precision_trains_alike() -> None:
     model = make_model(dtype="mixed_float16")
     model.compile(hvd.DistributedOptimizer(sgd()), loss="mse", auto_scale_loss=True)
@@ -473,6 +495,21 @@ def test_steps_per_execution_and_evaluate_work() -> None:
     inputs, targets = dataset()
     assert model.evaluate(inputs, targets, verbose=0) > 0
     assert model.predict(inputs[:4], verbose=0).shape == (4, 1)
+
+
+def test_elastic_callbacks_count_the_batches_of_several_executions() -> None:
+    model = make_model()
+    model.compile(hvd.DistributedOptimizer(sgd()), loss="mse", steps_per_execution=4)
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    found: list[tuple[int, int]] = []
+    see = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: found.append((state.batch, state._commits))
+    )
+    update, commit = hvd.elastic.UpdateBatchStateCallback, hvd.elastic.CommitStateCallback
+    x = np.ones((10 * BATCH, FEATURES), np.float32)
+    model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[update(state), commit(state, 5), see])
+    assert found == [(4, -1), (8, 0), (10, 0)], "the last batch is committed with the end of the epoch"
+    assert (state.batch, state._commits) == (0, 1)
 
 
 def test_metrics_are_logged_on_rank_0() -> None:

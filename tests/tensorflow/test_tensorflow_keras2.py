@@ -215,6 +215,15 @@ def test_overflow_on_one_rank_is_everybodys() -> None:
     assert float(scaled.loss_scale) == 2.0
     step(tf.constant(2.0 * (RANK + 1)))
     assert float(variable) == 1.0 - 3.0  # apply_gradients takes unscaled gradients here
+    own = tf.Variable(1.0)
+    inner = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0))
+    inner.build([own, variable])
+    inner.register_local_var(own)
+    scaled = tf.keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=4.0)
+    scaled.apply_gradients(
+        [(tf.constant(float("inf") if RANK == 1 else 1.0), own), (tf.constant(1.0), variable)]
+    )
+    assert (float(own), float(variable), float(scaled.loss_scale)) == (1.0, -2.0, 2.0)
 
 
 def test_overflow_in_one_pass_of_one_rank_is_everybodys() -> None:

@@ -16,6 +16,11 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ritual: bool, overflow: i
     cases.scaled_training(ritual, overflow)
 
 
+@pytest.mark.parametrize("ritual", [True, False], ids=["ritual", "no ritual"])
+def test_an_overflow_of_a_local_parameter_skips_the_step_on_all(ritual: bool) -> None:
+    cases.scaled_training_with_a_local_parameter(ritual)
+
+
 def test_bfloat16_autocast_trains_near_the_joined_batch() -> None:
     cases.autocast_to_bfloat16()
 

@@ -53,6 +53,27 @@ def scaled_training(ritual: bool, overflow: int | None) -> None:
     assert_same_bits([p.detach() for p in module.parameters()])
 
 
+def scaled_training_with_a_local_parameter(ritual: bool) -> None:
+    module = model()
+    local, *shared = module.parameters()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    if hvd.rank() > 0:
+        optimizer.register_local_var(local)
+    scaler = _scaler()
+    for step, (x, y) in enumerate(batches(STEPS)):
+        before = [p.detach().clone() for p in module.parameters()]
+        optimizer.zero_grad()
+        loss = loss_of(module, own(x), own(y))
+        if step == OVERFLOW_AT and hvd.rank() == 1:
+            loss = loss + local.sum() * float("inf")
+        scaler.scale(loss).backward()
+        _step(optimizer, scaler, ritual)
+        same = all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+        assert same == (step == OVERFLOW_AT), "exactly the step with the overflow is skipped"
+    assert scaler.get_scale() == 512.0
+    assert_same_bits([p.detach() for p in shared])
+
+
 def autocast_to_bfloat16() -> None:
     module, oracle = model(), model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))

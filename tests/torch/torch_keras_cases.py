@@ -117,6 +117,13 @@ def several_passes_make_a_step() -> None:
     summed = make_model()
     together(summed, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2))
     assert_equal(summed, alone(keras.optimizers.SGD(0.1), batches=2))
+    # Calls for other variables make passes, too, and do not mix their gradients.
+    variables = [keras.Variable([0.0]) for _ in range(2)]
+    several = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    several.build(variables)
+    for number, gradient in ((0, 1.0), (1, 10.0), (0, 1.0), (0, 1.0)):
+        several.apply([torch.tensor([gradient])], [variables[number]])
+    assert [variable.numpy().item() for variable in variables] == [-3.0, -10.0]
 
 
 def other_weights_are_reported() -> None:
@@ -242,6 +249,20 @@ def overflow_on_one_rank_is_everybodys() -> None:
     scaled.apply([torch.tensor(2.0 * (rank + 1))], [variable])
     mean = (hvd.size() + 1) / 2
     assert float(variable.numpy()) == 1.0 - mean
+    own = keras.Variable([1.0, 1.0])
+    local = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    local.register_local_var(own)
+    scaled = keras.optimizers.LossScaleOptimizer(local, initial_scale=4.0)
+    wrapped = hvd.DistributedOptimizer(
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+    )
+    wrapped.register_local_var(own)
+    for optimizer in (scaled, wrapped):
+        optimizer.build([own, variable])
+        gradient = torch.tensor([1.0, float("nan") if rank == 1 else 1.0])
+        optimizer.apply([gradient, torch.tensor(1.0)], [own, variable])
+        assert (own.numpy().tolist(), float(variable.numpy())) == ([1.0, 1.0], 1.0 - mean)
+        assert float(optimizer.dynamic_scale.numpy()) == 2.0
     outside = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)))
     outside.build([variable])
     outside.apply([torch.tensor(float("inf") if rank == 0 else 1.0)], [variable])

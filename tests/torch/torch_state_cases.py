@@ -185,6 +185,10 @@ def the_root_keeps_its_state_untouched() -> None:
 def other_parameters_are_an_error_on_every_rank() -> None:
     width = 3 + (hvd.rank() == 1)
     optimizer = torch.optim.SGD(torch.nn.Linear(2, width).parameters(), lr=0.1)
+    with raises(
+        hvd.InvalidArgumentError, "root rank 7 is not one of the ranks that take part, which are 0, 1"
+    ):
+        hvd.broadcast_optimizer_state(optimizer, 7)
     with raises(hvd.RankMismatchError, "other parameters", "root rank 0"):
         hvd.broadcast_optimizer_state(optimizer, 0)
     kind = torch.optim.Adam if hvd.rank() == 1 else torch.optim.SGD

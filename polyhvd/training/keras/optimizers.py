@@ -18,7 +18,7 @@ class Wrapped:
     _polyhvd_reduced = False  # inside polyhvd_already_reduced()
 
     #: Of gradients, variables or None, and a function: calls it with the gradients over the ranks, if this
-    #: pass completes a step. Subclasses have it as a method.
+    #: pass completes a step. ``is_scaled``: they are of a scaled loss. Subclasses have it as a method.
     polyhvd_step: Callable[..., Any]
 
     @contextmanager
@@ -71,7 +71,7 @@ def reduced_first(apply: Any, build: Callable[[Any, list[Any] | None], None]) ->
                 return apply(self, reduced, variables)
 
         known = getattr(self, "_trainable_variables", None) if variables is None else variables
-        return inner.polyhvd_step(grads, known or None, apply_reduced)
+        return inner.polyhvd_step(grads, known or None, apply_reduced, is_scaled=True)
 
     return reduce_and_apply
 
