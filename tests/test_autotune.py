@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,10 +187,32 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         tuner(tmp_path)
 
 
-def test_other_files_are_no_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+HEADS = "phase,fusion_bytes_max,cycle_us,chunk_bytes,direct_bytes_max,steps,bytes,seconds,bytes_per_second\n"
+SAMPLE = "sample,1048576,100,8192,4096,1,1000,1.0,1000\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"a,b\n1,2\n",
+        b"\xff\xfe\x00\n",
+        b"x" * 200_000 + b"\n",
+        f"{HEADS}sample,1048576,100\n".encode(),
+        f"{HEADS}{SAMPLE.replace('8192', chr(27) + '[31m')}".encode(),
+    ],
+    ids=["columns", "no text", "long line", "short line", "control characters"],
+)
+def test_other_files_are_no_logs(text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.csv").write_bytes(text)
     assert cli.main(["autotune", str(tmp_path / "x.csv")]) == 1
-    assert "is not a log of POLYHVD_AUTOTUNE_LOG" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "x.csv is not a log of POLYHVD_AUTOTUNE_LOG: " in line
+    assert line.isprintable()
+
+
+def test_a_line_that_a_full_disk_has_cut_off_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(f"{HEADS}{SAMPLE}{SAMPLE[:-2]}")
+    assert "fastest of 1: " in autotune.summary(tmp_path / "log.csv")[1]
 
 
 def train_until_tuned() -> tuple[bool, dict[str, int], int]:
@@ -250,6 +273,7 @@ def test_job_tunes_itself(tmp_path: Path, hosts: str) -> None:
     steps = results[0][2]
     results = run(train_until_tuned, hosts=hosts, env=environment)
     assert [row["phase"] for row in rows(tmp_path / "log.csv")] == ["saved"]
+    assert [line[:8] for line in autotune.summary(tmp_path / "log.csv")] == ["chosen: "]
     assert [tuning for _, tuning, _ in results] == [expected] * len(results)
     assert results[0][2] < steps
 
@@ -299,8 +323,12 @@ def test_a_fifo_in_the_place_of_the_log_is_an_error(tmp_path: Path) -> None:
         tuner(tmp_path)
 
 
-def test_plot_needs_samples(tmp_path: Path) -> None:
+def test_plot_needs_matplotlib_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuner(tmp_path)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(ValueError, match=r"polyhvd\[autotune\]"):
+            autotune.plot(tmp_path / "log.csv", tmp_path / "x.png")
     with pytest.raises(ValueError, match="no samples yet"):
         autotune.plot(tmp_path / "log.csv", tmp_path / "x.png")
     assert "no samples yet" in autotune.summary(tmp_path / "log.csv")[0]

@@ -314,6 +314,19 @@ def test_a_report_of_a_watch_has_layers_margins_and_the_advice_of_the_kind(tmp_p
     assert check["loss"] is None
 
 
+def test_a_watch_of_weights_that_are_not_finite_proves_nothing(tmp_path: Path) -> None:
+    if not is_installed("torch"):
+        pytest.skip("torch is not installed")
+    text = WATCHING.replace("range(2)", "range(3)").replace("optimizer):", "optimizer) as watched:")
+    text = text.replace(".sum()", ".sum().mul(float('nan') if step else 1)") + "print(watched)\n"
+    script = write(tmp_path, "watching.py", text)
+    done = parity("--scripts", f"{script} 0", f"{script} 0")
+    assert done.returncode == STATUSES["nan"], done.stderr
+    message = "step 2: 0.weight has NaNs or infinities before the step, on every rank"
+    assert message in done.stderr
+    assert done.stdout.count(f"no rank has parted from the others in 3 steps; {message}") == 2
+
+
 @pytest.mark.parametrize(
     ("other", "outcome", "message"),
     [

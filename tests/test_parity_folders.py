@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from launching import wait_until  # tests/harness, on the path by tests/conftest.py
+from ranks_alive import outliving_sigkill
 
+from polyhvd.parity import jobs
 from polyhvd.parity.folders import NoRoomError, work_folder
 from polyhvd.parity.statuses import STATUSES
 
@@ -79,10 +81,23 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_full_folder_for_temporary_files_is_said_in_one_line(small: Path) -> None:
-    words = ["parity", "mlp", "--frameworks", "numpy", "--steps", "20"]
+SCRIPT = """
+import numpy as np
+import polyhvd.numpy as hvd
+from polyhvd import parity
+
+hvd.init()
+for step in range(1000):
+    parity.compare(f"{step} of a name that takes some room", np.ones(3))
+"""
+
+
+@pytest.mark.parametrize("words", ["mlp --frameworks numpy --steps 20", "--scripts SCRIPT SCRIPT"])
+def test_a_full_folder_for_temporary_files_is_said_in_one_line(words: str, small: Path) -> None:
+    script = small.parent / "script.py"
+    script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-m", "polyhvd.cli", *words],
+        [sys.executable, "-m", "polyhvd.cli", "parity", *words.replace("SCRIPT", str(script)).split()],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(small)},
         capture_output=True,
@@ -94,6 +109,20 @@ def test_a_full_folder_for_temporary_files_is_said_in_one_line(small: Path) -> N
         f"polyhvd parity: no room in TMPDIR, which is {small}: free some of it, or set TMPDIR to a folder "
         "with more\n"
     )
+
+
+def test_a_command_that_outlives_sigkill_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("_GRACE_S", "_KILLED_S"):
+        monkeypatch.setattr(jobs, limit, 0.1)
+    with work_folder("made-", tmp_path) as work:
+        job = jobs.Job("sleeps", ["sleep", "600"], work)
+        with outliving_sigkill(job._process.pid):
+            job.stop()
+            job.wait()
+            assert job.status is None
+        assert job._process.wait(60) == -signal.SIGKILL
 
 
 def test_a_folder_goes_with_its_block(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from polyhvd.parity.report import Check, Report
+from polyhvd.parity.report import Check, Report, terminal
 from polyhvd.parity.report.charts import chart
 from polyhvd.parity.report.page import as_html
 from polyhvd.parity.report.style import STYLE
@@ -95,6 +95,22 @@ def test_cells_stand_below_each_other_on_a_phone_so_that_no_column_is_cut() -> N
     cells = re.findall(r"<td[^>]*>", page.partition('class="checks"')[2].partition("</table>")[0])
     assert len(cells) == 8
     assert all('data-head="' in cell for cell in cells)
+
+
+def test_no_figure_is_cut_off_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal._print_rich(report_of(replace(AGREE, loss=3.8e-8, worst={"weights": 8.9e-7})))
+    assert "…" not in capsys.readouterr().out
+
+
+def test_watches_of_two_models_under_one_name_have_a_row_for_each_layer() -> None:
+    check = Check("parity.watch", "compare", agree=True, cells=[[0.1, 0.2], [0.3]], times=2)
+    page = as_html(replace(report_of(check), frameworks=[], layers={"parity.watch": ["a"]}))
+    rows = re.findall(r'<th scope="row">\d+ <span>(.*?)</span></th>(.*?)</tr>', page)
+    assert [(name, cells.count("<td")) for name, cells in rows] == [("a", 2), ("layer 1", 2)]
 
 
 def test_what_was_not_compared_is_no_zero() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_parity_command import CASE, write
 
-from polyhvd.parity import command, layers
+from polyhvd.parity import command, layers, migrating
 from polyhvd.parity.case import BadCaseError, Case, from_file
 from polyhvd.parity.statuses import STATUSES
 
@@ -66,6 +66,38 @@ def test_a_file_that_is_no_case_is_refused(
     assert re.search(pattern, said.rstrip("\n")), said
     assert len(said.splitlines()) == 1
     assert said.startswith(f"polyhvd parity: {case}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "outcome", "pattern"),
+    [
+        (
+            "import threading; threading.Event().wait(600)",
+            ["--timeout", "0.5"],
+            "rank-died",
+            r"cannot be run: TimeoutError: it takes more than 0.5 s \(--timeout\)$",
+        ),
+        (
+            CASE + "\ndef build(framework): raise RuntimeError('no')",
+            ["--precision", "bfloat16"],
+            "bad-case",
+            r"build\('numpy'\) has raised RuntimeError: no$",
+        ),
+    ],
+    ids=["hangs", "raises"],
+)
+def test_a_case_that_hangs_or_raises_in_the_process_of_the_command_is_reported_in_a_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    options: list[str],
+    outcome: str,
+    pattern: str,
+) -> None:
+    case = write(tmp_path, "bad.py", text)
+    assert command.main([case, "--frameworks", "numpy", *options]) == STATUSES[outcome]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(pattern, line), line
 
 
 @pytest.mark.parametrize(
@@ -154,6 +186,20 @@ def test_a_wrong_command_line_is_a_usage_error(words: list[str], capsys: pytest.
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
     assert said.startswith("polyhvd parity: ")
+
+
+@pytest.mark.parametrize("limit", ["inf", "nan", "0"])
+def test_a_migration_has_a_limit_of_time(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.main(["migrate", "a.pt", "b.params", "--model", "m.py", "--timeout", limit])
+    assert caught.value.code == 2
+    assert f"{limit!r} is not a number of seconds above 0" in capsys.readouterr().err
+
+
+def test_outputs_that_are_not_finite_differ_by_no_number() -> None:
+    found = migrating._compared([np.ones((2, 3))], [np.full((2, 3), np.nan)], 1e-4)
+    assert not found.agrees
+    assert np.isnan(found.largest)
 
 
 def test_a_framework_that_is_not_installed_is_named(

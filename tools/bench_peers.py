@@ -13,18 +13,20 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.matrix import ROOT, run
+from tools.matrix import ROOT, install, run
 
 WORK = ROOT / "build" / "peers"
 RAY = ("ray[data,train]==2.60.0", "aiohttp")  # Ray Data imports fsspec's HTTP file system
 HOROVOD = "horovod==0.28.1"
 HOROVOD_NEEDS = ("setuptools<81", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml", "cffi")
 LOADERS = ("datasets==5.2.0", "litdata==0.2.76", "numpy==1.26.4")
-STREAMING = ("mosaicml-streaming==0.13.0", "numpy==1.26.4")  # needs other versions of what datasets needs
+#: MosaicML's loader, which needs other versions of what datasets needs.
+STREAMING = ("mosaicml-streaming==0.13.0", "numpy==1.26.4")
 PETASTORM = ("petastorm==0.13.1", "pyarrow==12.0.1", "numpy==1.26.4", "pandas<2.2", "setuptools<81")
 #: Horovod's own is too old for the headers of PyTorch.
 STANDARD = ("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 20")
@@ -42,9 +44,9 @@ def environment(name: str) -> Path:
     return folder / "bin" / "python"
 
 
-def make_ray() -> None:
-    """Ray Train, as it comes."""
-    run(environment("ray"), "-m", "pip", "install", "-q", "--no-compile", *RAY)
+def make(name: str, *packages: str) -> None:
+    """Install packages beside the suite's."""
+    install(environment(name), *packages)
 
 
 def make_horovod() -> None:
@@ -71,29 +73,19 @@ def make_horovod() -> None:
     )
 
 
-def make_data() -> None:
-    """Loaders of data, beside the suite's PyTorch and NumPy."""
-    run(environment("data"), "-m", "pip", "install", "-q", "--no-compile", *LOADERS)
-
-
-def make_streaming() -> None:
-    """MosaicML's loader."""
-    run(environment("streaming"), "-m", "pip", "install", "-q", "--no-compile", *STREAMING)
-
-
 def make_petastorm() -> None:
     """It needs an old pyarrow, and works with nothing of the suite."""
     folder = WORK / "petastorm"
     shutil.rmtree(folder, ignore_errors=True)
     run(sys.executable, "-m", "venv", folder)
-    run(folder / "bin" / "python", "-m", "pip", "install", "-q", "--no-compile", *PETASTORM)
+    install(folder / "bin" / "python", *PETASTORM)
 
 
 MAKERS: dict[str, Callable[[], None]] = {
-    "ray": make_ray,
+    "ray": partial(make, "ray", *RAY),
     "horovod": make_horovod,
-    "data": make_data,
-    "streaming": make_streaming,
+    "data": partial(make, "data", *LOADERS),
+    "streaming": partial(make, "streaming", *STREAMING),
     "petastorm": make_petastorm,
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet import autograd
 from mxnet.base import _LIB, check_call
 from mxnet.gluon import Block, HybridBlock, Parameter, Trainer, nn
@@ -344,10 +345,12 @@ def kept_of(optimizer: Any, source: Parameter) -> dict[str, tuple[NDArray, float
     """
     place = optimizer._param2idx.get(source.name)
     state = optimizer._updaters[0].states.get(place) if optimizer._updaters else None
+    name = type(optimizer.optimizer).__name__.lower()
+    if state is not None and optimizer.optimizer.multi_precision and np.dtype(source.dtype) == np.float16:
+        state = state[0 if name in ("sgd", "nag") else 1]  # the other one is the weight in float32
     if state is None:
         return {}
     arrays = [item for item in (state if isinstance(state, (list, tuple)) else [state]) if item is not None]
-    name = type(optimizer.optimizer).__name__.lower()
     if name == "nag" and optimizer.optimizer.wd:
         return {}  # it decays by the weight after the step, which has its effect only in the next one
     if name in ("sgd", "nag"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any, TextIO
 
 import polyhvd
@@ -31,7 +30,7 @@ class Table:
         if self._out is not None:
             print(text, file=self._out, flush=True)
 
-    def head(self, framework: Framework, options: argparse.Namespace, link: Link | None) -> None:
+    def head(self, framework: Framework, link: Link | None) -> None:
         """The title: the measurement, and the hardware."""
         self._link = link
         self._line(
@@ -67,19 +66,19 @@ class Table:
             return row.busbw / self._link.gigabytes_per_s
         return row.copy_s / row.seconds
 
-    def foot(self, link: Link | None) -> None:
+    def foot(self) -> None:
         """The average, as nccl-tests gives it."""
         if self.rows:
             average = sum(row.busbw for row, _ in self.rows) / len(self.rows)
             self._line(f"#\n# average bus bandwidth: {average:.4g} GB/s")
 
-    def as_json(self, framework: Framework, link: Link | None) -> dict[str, Any]:
+    def as_json(self, framework: Framework) -> dict[str, Any]:
         """Everything, with times in microseconds."""
         return {
             "polyhvd": polyhvd.__version__,
             "ranks": polyhvd.size(),
             "framework": framework.name,
-            "link_gb_per_s": None if link is None else link.gigabytes_per_s,
+            "link_gb_per_s": None if self._link is None else self._link.gigabytes_per_s,
             "rows": [
                 {
                     "op": row.op,

@@ -250,7 +250,7 @@ class Autotuner:
 
     def _close_log(self, error: OSError) -> None:
         path = self._settings.autotune_log
-        _LOG.warning("autotune: the log %s ends here, and tuning goes on: %s", path, error)
+        _LOG.warning("autotune: the log %s ends here, and tuning continues: %s", path, error)
         with contextlib.suppress(OSError):
             found = os.stat(path)
             if stat.S_ISREG(found.st_mode) and found.st_size == 0:
@@ -331,17 +331,30 @@ def _tuning(point: Point) -> _core.Tuning:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
+    """The whole lines of a log: a full disk may have cut off the last one."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    try:
         if tuple(reader.fieldnames or ()) != _COLUMNS:
-            raise ValueError(
-                f"{path} is not a log of POLYHVD_AUTOTUNE_LOG: its columns are {reader.fieldnames}"
-            )
-        return list(reader)
+            raise ValueError(f"its columns are {str(reader.fieldnames)[:80]}")
+        return [_checked(row) for row in reader]
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{path} is not a log of POLYHVD_AUTOTUNE_LOG: {error}") from None
+
+
+def _checked(row: dict[str, str]) -> dict[str, str]:
+    """The row itself; raises ValueError if it has no numbers."""
+    values = [row[name] for name in (*GRID, *(["bytes_per_second"] if row["phase"] == "sample" else []))]
+    try:
+        for value in values:
+            float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected numbers, found {str(values)[:80]}") from None
+    return row
 
 
 def summary(path: Path) -> list[str]:
-    """Summarize a log: the first sample, the fastest one, and the choice.
+    """Summarize a log: the first sample, the fastest one, and the choice, which a cache may have had.
 
     Raises:
         OSError, ValueError: the file cannot be read, or is not a log.
@@ -349,25 +362,30 @@ def summary(path: Path) -> list[str]:
     rows = _rows(path)
     samples = [row for row in rows if row["phase"] == "sample"]
     chosen = [row for row in rows if row["phase"] in ("best", "saved")]
-    if not samples:
+    if not samples and not chosen:
         return [f"{path}: no samples yet ({len(rows)} of the warm-up)"]
 
     def line(title: str, row: dict[str, str]) -> str:
         speed = f"{float(row['bytes_per_second']) / 1e9:.3f} GB/s with " if row["bytes_per_second"] else ""
         return f"{title}: {speed}{', '.join(f'{name}={row[name]}' for name in GRID)}"
 
-    fastest = max(samples, key=lambda row: float(row["bytes_per_second"]))
-    lines = [line("first", samples[0]), line(f"fastest of {len(samples)}", fastest)]
-    return lines + [line("chosen", row) for row in chosen]
+    lines = [line("chosen", row) for row in chosen]
+    if samples:
+        fastest = max(samples, key=lambda row: float(row["bytes_per_second"]))
+        lines = [line("first", samples[0]), line(f"fastest of {len(samples)}", fastest), *lines]
+    return lines
 
 
 def plot(path: Path, out: Path) -> list[str]:
-    """Draw the search that a log has recorded: speed by sample, and by each value. Needs matplotlib.
+    """Draw the search that a log has recorded: speed by sample, and by each value.
 
     Raises:
-        OSError, ValueError: a file cannot be used, or is not a log.
+        OSError, ValueError: a file cannot be used, or is not a log; matplotlib is not installed.
     """
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError(f"--plot needs matplotlib ({error}): pip install 'polyhvd[autotune]'") from None
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

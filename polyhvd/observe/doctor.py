@@ -12,7 +12,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def examine() -> dict[str, list[Finding]]:
     """The findings, by kind."""
     return {
         "Frameworks": list(_frameworks()),
-        "Libraries": [_mpi(), _cuda(), _nccl()],
+        "Libraries": [_by_settings("MPI", _mpi), _cuda(), _by_settings("NCCL", _nccl)],
         "Transports": [_shared_memory(), _tcp()],
     }
 
@@ -103,11 +103,14 @@ def _package(title: str, modules: Sequence[str], distributions: Sequence[str], r
     return Finding(title, True, _version(*distributions), places[0] if places else spec.origin or "")
 
 
-def _mpi() -> Finding:
+def _by_settings(name: str, find: Callable[[Settings], Finding]) -> Finding:
     try:
-        settings = Settings.from_environment()
+        return find(Settings.from_environment())
     except ConfigError as error:
-        return Finding("MPI", False, note=f"the configuration cannot be read: {error}")
+        return Finding(name, False, note=f"the configuration cannot be read: {error}")
+
+
+def _mpi(settings: Settings) -> Finding:
     found = mpi.probe(settings)
     if isinstance(found, mpi.Found):
         return Finding("MPI", True, found.version, found.path, "under mpirun; see: polyhvd docs mpi")
@@ -127,11 +130,7 @@ def _cuda() -> Finding:
     return Finding("CUDA driver", False, note=f"{found}; for tensors on GPUs install NVIDIA's driver")
 
 
-def _nccl() -> Finding:
-    try:
-        settings = Settings.from_environment()
-    except ConfigError as error:
-        return Finding("NCCL", False, note=f"the configuration cannot be read: {error}")
+def _nccl(settings: Settings) -> Finding:
     found = gpu.probe_nccl(settings)
     if not isinstance(found, gpu.Found):
         return Finding(

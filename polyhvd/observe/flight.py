@@ -8,9 +8,12 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from polyhvd.observe.files import opener
 from polyhvd.observe.terminal import printable
 
 __all__ = ["Dump", "FlightError", "Record", "explain", "latest", "load"]
@@ -61,6 +64,7 @@ class Dump:
     reason: str
     now_ns: int
     unix_s: int
+    generation: int  # of the rank's world: numbers of ranks and batches mean something only within one
     records: tuple[Record, ...]
 
     @property
@@ -69,16 +73,30 @@ class Dump:
         done = [record for record in self.records if record.batch and record.state == "done"]
         return max(done, key=lambda record: record.batch, default=None)
 
-    @property
+    @cached_property
     def first_known(self) -> int:
         """Number of the first batch that the ring cannot have lost."""
         if self.records and self.records[0].sequence == 1:
             return 1
         return min((record.batch for record in self.records if record.batch), default=0)
 
-    def last_run(self, key: tuple[int, str, str]) -> int:
-        """The last batch with this operation; 0 when the ring knows none."""
-        return max((record.batch for record in self.records if record.key == key), default=0)
+    @cached_property
+    def last_runs(self) -> dict[tuple[int, str, str], int]:
+        """The last batch with each operation, by its key; 0 when the ring knows none."""
+        found: dict[tuple[int, str, str], int] = {}
+        for record in self.records:
+            found[record.key] = max(record.batch, found.get(record.key, 0))
+        return found
+
+    @cached_property
+    def batches_before(self) -> dict[int, int]:
+        """The last batch among the operations before each one, by its sequence number."""
+        found: dict[int, int] = {}
+        last = 0
+        for record in sorted(self.records, key=lambda record: record.sequence):
+            found.setdefault(record.sequence, last)
+            last = max(last, record.batch)
+        return found
 
 
 def _taken(fields: Any, name: str, kind: type[_T]) -> _T:
@@ -107,12 +125,13 @@ def _record(fields: Any) -> Record:
 
 def _read(path: Path) -> Dump:
     # Not splitlines(), which also divides at separators that a name may hold.
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line]
+    with open(path, encoding="utf-8", errors="replace", opener=opener) as file:
+        lines = [line for line in file.read().split("\n") if line]
     try:
         if not lines:
             raise ValueError("an empty file")
         first = json.loads(lines[0])
-        header = first.get("flight") if isinstance(first, dict) else None
+        header: Any = first.get("flight") if isinstance(first, dict) else None
         dump = Dump(
             path=path,
             rank=_taken(first, "rank", int),
@@ -122,6 +141,7 @@ def _read(path: Path) -> Dump:
             reason=_taken(first, "reason", str),
             now_ns=_taken(first, "now_ns", int),
             unix_s=_taken(first, "unix_s", int),
+            generation=_taken({"generation": 1, **header}, "generation", int),
             records=tuple(_record(json.loads(line)) for line in lines[1:]),
         )
         count = _taken({"records": len(dump.records), **first}, "records", int)
@@ -135,22 +155,22 @@ def _read(path: Path) -> Dump:
 
 
 def load(files: Iterable[Path]) -> list[Dump]:
-    """Read dumps, the newest of each rank, in order of rank; of a folder, all that lie in it.
+    """Read dumps, the newest of each rank of each world, in order of rank; of a folder, all that lie in it.
 
     Raises:
-        FlightError: a file is not a dump, or they are of jobs of different sizes.
+        FlightError: a file is not a dump, or two of one generation are of worlds of different sizes.
         OSError: a file cannot be read.
     """
-    newest: dict[int, Dump] = {}
+    newest: dict[tuple[int, int], Dump] = {}
     for dump in map(_read, _listed(files)):
-        other = newest.get(dump.rank)
-        if other is None or dump.unix_s > other.unix_s:
-            newest[dump.rank] = dump
+        key = dump.generation, dump.rank
+        if key not in newest or dump.unix_s > newest[key].unix_s:
+            newest[key] = dump
     dumps = [dump for _, dump in sorted(newest.items())]
-    for dump in dumps:
-        if dump.size != dumps[0].size:
+    for other, dump in pairwise(dumps):
+        if dump.generation == other.generation and dump.size != other.size:
             raise FlightError(
-                f"{dump.path} is of a job of {dump.size} ranks, {dumps[0].path} of one of {dumps[0].size}"
+                f"{dump.path} is of a job of {dump.size} ranks, {other.path} of one of {other.size}"
             )
     return dumps
 
@@ -198,7 +218,14 @@ def _listed(files: Iterable[Path]) -> Iterator[Path]:
 
 
 def explain(dumps: Sequence[Dump]) -> list[str]:
-    """Return the differences between the ranks, then the position of each rank, as lines of text."""
+    """Return the differences between the ranks, then the position of each rank, as lines of text.
+
+    Args:
+        dumps: of an elastic job, those of the world that has written last are compared.
+    """
+    last = max(dumps, key=lambda dump: (dump.unix_s, dump.generation)).generation
+    others = [dump for dump in dumps if dump.generation != last]
+    dumps = [dump for dump in dumps if dump.generation == last]
     lines = _reasons(dumps) + _conclusion(dumps) + [""] + [_where(dump) for dump in dumps]
     missing = sorted(set(range(dumps[0].size)) - {dump.rank for dump in dumps})
     if missing:
@@ -207,6 +234,11 @@ def explain(dumps: Sequence[Dump]) -> list[str]:
     apart_s = max(dump.unix_s for dump in dumps) - min(dump.unix_s for dump in dumps)
     if apart_s > 1:
         lines.append(f"The files were written {apart_s} s apart: some ranks may have continued meanwhile.")
+    if others:
+        lines.append(
+            f"Only files of generation {last} of the job were compared. Those of other generations: "
+            f"{_shortened([printable(str(dump.path)) for dump in others])}"
+        )
     return lines
 
 
@@ -233,14 +265,17 @@ def _where(dump: Dump) -> str:
     last = dump.last_done
     text = f"rank {dump.rank} (pid {dump.pid} on {printable(dump.host)}): "
     text += f"completed batch {last.batch}, {_name(last.key)}" if last else "completed nothing"
-    pending = [record for record in dump.records if record.state not in ("done", "refused")]
-    shown = [
+    pending = [
         f"{_name(record.key)} ({printable(record.state)}, {(dump.now_ns - record.submitted_ns) / 1e9:.1f} s)"
-        for record in pending[:_SHOWN]
+        for record in dump.records
+        if record.state not in ("done", "refused")
     ]
-    if len(pending) > _SHOWN:
-        shown.append(f"{len(pending) - _SHOWN} more")
-    return text + "; in flight: " + (", ".join(shown) or "nothing")
+    return text + "; in flight: " + (_shortened(pending) or "nothing")
+
+
+def _shortened(items: Sequence[str]) -> str:
+    more = [f"{len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
+    return ", ".join([*items[:_SHOWN], *more])
 
 
 def _unfinished(dumps: Sequence[Dump]) -> list[str]:
@@ -251,9 +286,10 @@ def _unfinished(dumps: Sequence[Dump]) -> list[str]:
             if record.batch:
                 batches.setdefault(record.batch, {}).setdefault(dump.rank, record)
     found = []
+    members_of = _members(dumps)
     for batch, by_rank in sorted(batches.items()):
         record = next(iter(by_rank.values()))
-        members = _members(dumps, record.process_set)
+        members = members_of[record.process_set]
         done = [rank for rank, own in by_rank.items() if own.state == "done"]
         states: dict[str, list[int]] = {}
         for dump in dumps:
@@ -275,41 +311,37 @@ def _not_submitted(dumps: Sequence[Dump]) -> list[str]:
             if record.pending:
                 waiting.setdefault(record.key, {}).setdefault(dump.rank, record)
     by_rank = {dump.rank: dump for dump in dumps}
+    members_of = _members(dumps)
     found = []
     for key, asked in waiting.items():
-        absent = sorted(_members(dumps, key[0]) - asked.keys())
+        absent = sorted(members_of[key[0]] - asked.keys())
         if not absent and len(by_rank) == dumps[0].size:
             continue
         sides = [f"asked for by {_ranks(asked)}"]
         last_runs: dict[int, list[int]] = {}
         for rank in absent:
-            last_runs.setdefault(by_rank[rank].last_run(key), []).append(rank)
+            last_runs.setdefault(by_rank[rank].last_runs.get(key, 0), []).append(rank)
         for last_run, ranks in last_runs.items():
             before = f"last ran it in batch {last_run}" if last_run else "never ran it"
             sides.append(f"not by {_ranks(ranks)}, which {before}")
         if not absent:
             sides.append("nothing is known about ranks without a file")
         # What was due first: after the fewest batches, and in the order of the last time.
-        after = min(_batch_before(by_rank[rank], record) for rank, record in asked.items())
-        last_time = max(dump.last_run(key) for dump in dumps)
+        after = min(by_rank[rank].batches_before[record.sequence] for rank, record in asked.items())
+        last_time = max(dump.last_runs.get(key, 0) for dump in dumps)
         submitted = min(record.submitted_ns for record in asked.values())
         due = (after, last_time == 0, last_time, submitted)
         found.append((due, f"{_name(key)}: {'; '.join(sides)}"))
     return [text for _, text in sorted(found)]
 
 
-def _batch_before(dump: Dump, record: Record) -> int:
-    earlier = (other.batch for other in dump.records if other.sequence < record.sequence)
-    return max(earlier, default=0)
-
-
-def _members(dumps: Sequence[Dump], process_set: int) -> set[int]:
-    """Known ranks of a process set: those that have used it are members."""
-    return {
-        dump.rank
-        for dump in dumps
-        if process_set == 0 or any(record.process_set == process_set for record in dump.records)
-    }
+def _members(dumps: Sequence[Dump]) -> dict[int, set[int]]:
+    """Known ranks of each process set: those that have used it are members."""
+    found = {0: {dump.rank for dump in dumps}}
+    for dump in dumps:
+        for process_set in {record.process_set for record in dump.records}:
+            found.setdefault(process_set, set()).add(dump.rank)
+    return found
 
 
 def _name(key: tuple[int, str, str]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -241,8 +243,15 @@ def _copy(trace: Trace, clock: Clock, rows: _Rows, out: TextIO) -> int:
 def _together(files: Sequence[Path]) -> list[list[Trace]]:
     """The files of each process; raises :class:`TraceError` where they are of different jobs."""
     found: dict[int, list[Trace]] = {}
+    sizes: dict[int, tuple[Any, Path]] = {}  # of worlds, by generation
     for path in files:
         trace = read(path)
+        for header in trace.headers:
+            size, other_path = sizes.setdefault(header["generation"], (header.get("size"), path))
+            if header.get("size") != size:
+                raise TraceError(
+                    f"{path} is of a job of {header.get('size')!r} ranks, {other_path} of one of {size!r}"
+                )
         known = found.setdefault(trace.process, [])
         for other in known:
             generations = {header["generation"]: header for header in other.headers}
@@ -273,6 +282,12 @@ def _title(traces: Sequence[Trace]) -> str:
     return f"{title}: rank {', then '.join(changes)}"
 
 
+def _is_of_a_rank(path: Path) -> bool:
+    with suppress(OSError, TraceError):
+        return path.is_file() and any(e["name"] == "polyhvd" for e in islice(Trace(path).events(), 8))
+    return False
+
+
 def merge(out: Path, files: Sequence[Path]) -> list[str]:
     """Write the events of all files to ``out``, a process for each rank, and return lines for the user.
 
@@ -281,11 +296,13 @@ def merge(out: Path, files: Sequence[Path]) -> list[str]:
     ``init()`` has measured.
 
     Raises:
-        TraceError: a file is not a timeline, or they are not of one job.
+        TraceError: a file is not a timeline, or they are not of one job; or ``out`` is a rank's timeline.
         OSError: a file cannot be read or written.
     """
-    if out.resolve() in [path.resolve() for path in files]:
-        raise TraceError(f"{out}: cannot be read and written at once; give the merged file another name")
+    if _is_of_a_rank(out):
+        raise TraceError(
+            f"{out}: expected the name of the merged file, found a rank's timeline, which it would overwrite"
+        )
     together = _together(files)
     clocks = _clocks([trace for traces in together for trace in traces])
     lines = []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import pickle
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from importlib import import_module, metadata
 from pathlib import Path
@@ -19,7 +21,7 @@ from polyhvd.parity import scripts
 from polyhvd.parity.case import OPTIMIZERS, PRECISIONS, SCHEDULES, BadCaseError, Case, Optimizer
 from polyhvd.parity.catalogue import CASES
 from polyhvd.parity.folders import NoRoomError, WorkFolder, is_full, work_folder
-from polyhvd.parity.jobs import Job, launcher, run_all
+from polyhvd.parity.jobs import Job, launcher, run_all, seconds
 from polyhvd.parity.judging import Pair, Verdict, described, judge
 from polyhvd.parity.layers import walk
 from polyhvd.parity.report import Check, Report
@@ -43,6 +45,8 @@ _OF_CASES = (
     *("rate", "momentum", "epsilon", "weight_decay", "clip_norm", "accumulate", "schedule"),
 )
 _RANKS, _STEPS = 2, 20
+#: Of a timer: eleven days.
+_SECONDS_MAX = 1e6
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,16 +58,6 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
 
 
 def _names(text: str) -> list[str]:
@@ -79,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="polyhvd parity",
         description="Train one network in several frameworks, in one process and on ranks, and report "
         "whether they agree, and where they first differ.",
-        epilog=f"exit status: {statuses}. More: polyhvd docs parity",
+        epilog=f"exit status: {statuses}. To convert trained weights: polyhvd parity "
+        "migrate --help. More: polyhvd docs parity",
     )
     add_options(parser)
     return parser
@@ -96,22 +91,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--frameworks",
         type=_names,
         metavar="NAME,...",
-        help=f"of {', '.join(FRAMEWORKS)}; default: all that are installed",
+        help=f"comma-separated list of {', '.join(FRAMEWORKS)}; default: all that are installed",
     )
     add("--steps", type=_positive, metavar="N", help="training steps; default: 20")
     add("--np", type=_positive, metavar="N", help="ranks of each framework; default: 2, with --scripts 1")
     add("--seed", type=int, metavar="N", help="seed of weights and data; default: 0")
-    add("--optimizer", choices=OPTIMIZERS, help="instead of the case's")
-    add("--rate", type=float, metavar="X", help="learning rate, instead of the case's")
+    add("--optimizer", choices=OPTIMIZERS, help="optimizer; default: the case's")
+    add("--rate", type=float, metavar="X", help="learning rate; default: the case's")
     add("--momentum", type=float, metavar="X", help="momentum of momentum and nesterov")
     add("--epsilon", type=float, metavar="X", help="epsilon of adam, adamw, rmsprop and adagrad")
-    add("--weight-decay", type=float, metavar="X", help="decoupled in adamw, else a part of the gradient")
+    add("--weight-decay", type=float, metavar="X", help="decoupled in adamw, otherwise added to the gradient")
     add("--clip-norm", type=float, metavar="X", help="limit of the norm of all averaged gradients together")
     add(
         "--accumulate",
         type=_positive,
         metavar="N",
-        help="number of parts of a rank's batch whose gradients are accumulated",
+        help="number of parts into which each rank divides its batch, to accumulate their gradients",
     )
     add("--schedule", choices=SCHEDULES, help="schedule of the learning rate")
     add("--precision", choices=PRECISIONS, help="precision of the layers' computations; weights are float32")
@@ -122,15 +117,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--junit", metavar="FILE", help="write the report as JUnit XML to FILE, for CI servers")
     add("--html", metavar="FILE", help="write the report as one HTML page to FILE")
-    add(
-        "--timeout", type=_seconds, default=600.0, metavar="S", help="seconds for the whole run; default: 600"
-    )
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="seconds for the whole run; default: 600")
     add(
         "--scripts",
         nargs="+",
         metavar="FILE",
         help="run these programs as one job, each on --np ranks (1), with calls of parity.compare in them; "
-        "one with arguments is a word: 'torch.py --lr 0.1'",
+        "quote a program with arguments: 'torch.py --lr 0.1'",
     )
 
 
@@ -257,7 +250,7 @@ def _numbers(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_case(options: argparse.Namespace, work: WorkFolder) -> Report:
-    folder = work.path
+    begun, folder = time.monotonic(), work.path
     path = options.case if options.case in CASES else str(Path(options.case).absolute())
     order = Order(
         path, _numbers(options), options.steps, options.np, str(folder), options.seed, options.precision or ""
@@ -273,11 +266,13 @@ def _run_case(options: argparse.Namespace, work: WorkFolder) -> Report:
                 f"pip install 'polyhvd[{name}]', or leave it out of --frameworks",
             )
     try:
-        case = order.load()
-    except BadCaseError as error:
-        return _failed(report, "bad-case", str(error))
+        with _limited(options.timeout):
+            case = order.load()
+            why = {name: cannot_compute(name, case.precision, _kinds(case, name)) for name in frameworks}
+    except (BadCaseError, TimeoutError) as error:
+        is_late = time.monotonic() - begun >= options.timeout
+        return _failed(report, "rank-died" if is_late else "bad-case", str(error))
     report = replace(report, case=case.name, optimizer=asdict(case.optimizer), precision=case.precision)
-    why = {name: cannot_compute(name, case.precision, _kinds(case, name)) for name in frameworks}
     if cannot := [name for name in frameworks if why[name]]:
         frameworks = [name for name in frameworks if not why[name]]
         if options.frameworks or not frameworks:
@@ -290,7 +285,24 @@ def _run_case(options: argparse.Namespace, work: WorkFolder) -> Report:
         reasons = {name: why[name] for name in cannot}
         report = replace(report, frameworks=frameworks, left_out=cannot, cannot_compute=reasons)
     (folder / "order.json").write_text(json.dumps(asdict(order)))
-    return _conclude(report, case, *_run_jobs(order, frameworks, options.timeout, work))
+    left_s = max(options.timeout - (time.monotonic() - begun), 1.0)
+    return _conclude(report, case, *_run_jobs(order, frameworks, left_s, work))
+
+
+@contextlib.contextmanager
+def _limited(limit_s: float) -> Iterator[None]:
+    """Raise TimeoutError in the block, which runs code of the user's case, when the time is over."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"it takes more than {limit_s:g} s (--timeout)")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, min(limit_s, _SECONDS_MAX))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _kinds(case: Case, framework: str) -> set[str]:

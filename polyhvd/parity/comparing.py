@@ -18,7 +18,7 @@ from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError, RankMismatchError
 from polyhvd.parity import log
 from polyhvd.parity.axes import layout_of
-from polyhvd.parity.fingerprints import Fingerprint, Tolerance, tolerance_of
+from polyhvd.parity.fingerprints import Fingerprint, Tolerance, norm_of, tolerance_of
 from polyhvd.parity.models import framework_of, reader_of
 from polyhvd.runtime import current
 from polyhvd.training.layouts import Layout
@@ -305,16 +305,19 @@ def _difference(rank: int, mine: Array, reference: Array, tolerance: Tolerance) 
     a, b = mine.astype(np.float64), reference.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         finite = np.isfinite(a) & np.isfinite(b)
-        same = (a == b) | (np.isnan(a) & np.isnan(b))
-        error = np.where(same | ~finite, 0.0, np.abs(a - b))
+        same = (mine == reference) | (np.isnan(a) & np.isnan(b))
+        distance = np.abs(a - b)
+        if mine.dtype.kind in "iu":  # float64 does not have all of 64 bits
+            least, most = np.minimum(mine, reference), np.maximum(mine, reference)
+            distance = (most.astype(np.uint64) - least.astype(np.uint64)).astype(np.float64)
+        error = np.where(same | ~finite, 0.0, distance)
         allowed = tolerance.atol + tolerance.rtol * np.abs(b)
         beyond = np.where(finite, error > allowed, ~same)
         margins = np.where(same, 0.0, np.where(finite, error / allowed, np.inf))
     odd = beyond & ~finite
     worst = np.argmax(odd) if odd.any() else np.argmax(np.where(beyond, error, -1.0))
     at = np.unravel_index(int(worst), a.shape)
-    norm = float(np.sqrt(np.square(b[finite]).sum()))
-    apart = float(np.sqrt(np.square(error).sum()))
+    norm, apart = norm_of(b[finite]), norm_of(error)
     found = Difference(
         rank=rank,
         kind="not finite" if odd.any() else "values",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["TERMS", "Fingerprint", "Tolerance", "roundoff_of", "tolerance_of"]
+__all__ = ["TERMS", "Fingerprint", "Tolerance", "norm_of", "roundoff_of", "tolerance_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -57,6 +57,16 @@ def tolerance_of(dtype: str, terms: int | None = None, scale: float = 1.0) -> To
     return Tolerance(rtol, rtol * scale)
 
 
+def norm_of(array: Array) -> float:
+    """The root of the sum of squares of a float64 array, also where the squares are too large for float64."""
+    with np.errstate(over="ignore"):
+        norm = float(np.sqrt(np.square(array).sum()))
+    if norm != np.inf:
+        return norm
+    largest = float(np.abs(array).max())
+    return largest * norm_of(array / largest) if largest != np.inf else norm
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """A tensor in common form, in a few numbers.
@@ -94,7 +104,7 @@ class Fingerprint:
             shape=tuple(array.shape),
             dtype=dtype,
             digest=bits.hexdigest(),
-            norm=float(np.sqrt(np.square(finite).sum())),
+            norm=norm_of(finite),
             least=float(finite.min(initial=np.inf)) if finite.size else 0.0,
             most=float(finite.max(initial=-np.inf)) if finite.size else 0.0,
             not_finite=int(array.size - finite.size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -13,12 +14,25 @@ from collections.abc import Callable, Sequence
 
 from polyhvd.parity.folders import WorkFolder
 
-__all__ = ["Job", "end_with_parent", "launcher", "run_all"]
+__all__ = ["Job", "end_with_parent", "launcher", "run_all", "seconds"]
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.1
 #: The launcher kills ranks that do not end; this is for the launcher itself.
 _GRACE_S = 45.0
+#: For its end after SIGKILL, for which it may have to wait for a file system that does not answer.
+_KILLED_S = 5.0
+
+
+def seconds(text: str) -> float:
+    """The value of ``--timeout``, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
 
 
 def end_with_parent() -> Callable[[], None]:
@@ -68,12 +82,13 @@ class Job:
             self._process.terminate()
 
     def wait(self) -> None:
-        """Until it has ended; kills it if it does not."""
+        """Wait until it has ended; kill it if it does not, and leave it behind if it outlives that."""
         try:
             self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILLED_S)
 
     def tail(self, lines: int = 12) -> list[str]:
         """The last lines of its output."""

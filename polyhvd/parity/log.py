@@ -1,7 +1,8 @@
-"""The file in which a job writes down what was compared, for ``polyhvd parity --scripts``."""
+"""The file in which a job records its comparisons, for ``polyhvd parity --scripts``."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from typing import Any
@@ -25,9 +26,10 @@ def note(entry: dict[str, Any], first_rank: int) -> None:
     world = current.world()
     if not world.settings.parity_log or world.placement.rank != first_rank:
         return
-    line = json.dumps(entry) + "\n"
-    descriptor = opener(world.settings.parity_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    path, line = world.settings.parity_log, json.dumps(entry).encode() + b"\n"
+    descriptor = opener(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
-        os.write(descriptor, line.encode())
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
     finally:
         os.close(descriptor)

@@ -22,7 +22,7 @@ import numpy as np
 
 from polyhvd.parity import proving
 from polyhvd.parity.folders import NoRoomError, WorkFolder, work_folder
-from polyhvd.parity.jobs import end_with_parent
+from polyhvd.parity.jobs import end_with_parent, seconds
 from polyhvd.parity.migrating_side import FRAMEWORKS, SideResult, Task
 
 __all__ = ["main"]
@@ -78,14 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="polyhvd parity migrate",
-        description="Carries trained weights from a file of one framework to a file of another, and proves "
-        "that both models make the same of the same inputs.",
-        epilog="status: 0 done, 1 outputs differ, 2 wrong call, 3 models do not match, 4 a process died; "
-        "unless it is 0, TARGET is as it was",
+        description="Convert a file of trained weights to another framework, and check that both models "
+        "produce the same outputs from the same inputs.",
+        epilog="exit status: 0 done, 1 outputs differ, 2 invalid call, 3 models do not match, 4 a process "
+        "died; unless it is 0, TARGET is unchanged",
     )
     files = ", ".join(f"{' or '.join(facts.endings)} of {facts.models}" for facts in FRAMEWORKS.values())
     parser.add_argument("source", metavar="SOURCE", help=f"file of trained weights: {files}")
-    parser.add_argument("target", metavar="TARGET", help="file to write, by the same endings")
+    parser.add_argument("target", metavar="TARGET", help="file to write, with one of these endings")
     functions = ", ".join(f"{name}_model()" for name in FRAMEWORKS)
     parser.add_argument(
         "--model",
@@ -97,15 +97,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--inputs",
         metavar="FILE.npy",
-        help="what both models are given, images with channels first; several arrays: FILE.npz",
+        help="inputs for both models, images with channels first; FILE.npz for several arrays",
     )
     parser.add_argument(
         "--rtol",
         type=float,
         default=_RTOL,
-        help="by which outputs may differ, of themselves and of their root mean square (%(default)g)",
+        help="relative tolerance of the outputs, of each value and of their root mean square; default: "
+        "%(default)g",
     )
-    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of each side")
+    parser.add_argument(
+        "--timeout", type=seconds, default=600.0, metavar="SECONDS", help="time limit of each process"
+    )
     parser.add_argument("--verbose", action="store_true", help="list the weights")
     return parser
 
@@ -243,7 +246,7 @@ def _compared(expected: Sequence[Array], found: Sequence[Array], rtol: float) ->
         rms = float(np.sqrt(np.mean(one**2))) if one.size else 0.0
         apart = np.abs(one - other)
         agrees = agrees and bool((apart <= rtol * (np.abs(one) + rms)).all())
-        largest, scale = max(largest, float(apart.max(initial=0.0))), max(scale, rms)
+        largest, scale = float(np.maximum(largest, apart.max(initial=0.0))), max(scale, rms)  # NaNs, too
     first = expected[0]
     classes = None
     if len(expected) == 1 and first.ndim == 2 and first.shape[1] > 1:

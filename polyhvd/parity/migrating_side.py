@@ -1,7 +1,7 @@
 """One side of a migration, in a separate process: reads weights of a model, or writes and proves them.
 
-``migrating.py`` starts it with the name of a folder, where it finds what it is to do, and writes what came
-of it. Plain arrays of NumPy pass between the sides.
+``migrating.py`` starts it with the name of a folder, from which it reads its task and to which it writes
+its result. Plain arrays of NumPy pass between the sides.
 """
 
 from __future__ import annotations
@@ -84,23 +84,23 @@ def _work(task: Task) -> SideResult:
     _run(model, [], inputs, task)  # which gives layers their shapes
     source = task.source
     if source is None:
-        _or_refuse(lambda: adapter.load_file(model, task.file), 3)
-        weights = _or_refuse(lambda: _weights(adapter, model, file, task), 3)
+        _or_refuse(lambda: adapter.load_file(model, task.file))
+        weights = _or_refuse(lambda: _weights(adapter, model, file, task))
         run = _run(model, weights, inputs, task)
         given = pairing.given_of(weights)
         return SideResult(framework=task.framework, weights=given, inputs=inputs, run=run)
     sides = (task.framework, source.framework)
     names = getattr(file, "names", None)
-    mine = _or_refuse(lambda: _weights(adapter, model, file, task), 3)
+    mine = _or_refuse(lambda: _weights(adapter, model, file, task))
     convert = getattr(file, "convert", None)
-    given = _or_refuse(lambda: pairing.converted(source.weights, convert), 3)
-    pairs = _or_refuse(lambda: pairing.paired(mine, given, names, sides), 3)
+    given = _or_refuse(lambda: pairing.converted(source.weights, convert))
+    pairs = _or_refuse(lambda: pairing.paired(mine, given, names, sides))
     loading.write(pairs)
     adapter.save_file(model, task.file)
     # What is proved is what the file has, in another model.
     again = make()
     _run(again, [], inputs, task)
-    _or_refuse(lambda: adapter.load_file(again, task.file), 3)
+    _or_refuse(lambda: adapter.load_file(again, task.file))
     found = [loading.Loaded(w.name, other.name, w.layout.common_shape) for w, other in pairs]
     weights = adapter.weights_of(again)  # Gluon counts models in their names
     named = [replace(weight, name=w.name) for weight, w in zip(weights, mine, strict=True)]
@@ -187,12 +187,12 @@ def _run(model: Any, weights: list[Weight], inputs: list[Array], task: Task) -> 
         ) from error
 
 
-def _or_refuse(function: Callable[[], Any], status: int) -> Any:
+def _or_refuse(function: Callable[[], Any]) -> Any:
     """Call a function, and raise _Refused with one line of text if it fails."""
     try:
         return function()
     except (InvalidArgumentError, OSError, UnsupportedError) as error:
-        raise _Refused(str(error).removeprefix("parity.load: "), status) from error
+        raise _Refused(str(error).removeprefix("parity.load: "), 3) from error
     except Exception as error:  # files that are not files of weights
         raise _Refused(_in_a_line(error), 2) from error
 

@@ -1,4 +1,4 @@
-"""Which weights of two models belong together, and what stands for one that the other side lacks."""
+"""Pairs the weights of two models, with a default for a weight that only one model has."""
 
 from __future__ import annotations
 

@@ -189,12 +189,12 @@ class Recorder:
                 self._describe(row, form, dtype)
         return closed
 
-    def _fill_array(self, row: int, array: Array, begin: int = 0, less: Any = None) -> None:
+    def _fill_array(self, row: int, array: Array, less: Any = None) -> None:
         """Sketch an array in common form."""
         dense = _dense(array)
-        if self._fill([row], [dense], begins=[begin], less=[less]):  # a type that the core does not know
+        if self._fill([row], [dense], less=[less]):  # a type that the core does not know
             wide = None if less is None else less.astype(np.float64)
-            self._fill([row], [dense.astype(np.float64)], array.dtype.name, begins=[begin], less=[wide])
+            self._fill([row], [dense.astype(np.float64)], array.dtype.name, less=[wide])
 
     def _describe(self, row: int, form: Form, dtype: str = "") -> None:
         if self._forms[row - 1] != form:

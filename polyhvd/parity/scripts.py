@@ -67,7 +67,8 @@ def run(paths: Sequence[str], ranks: int, timeout_s: float, work: WorkFolder, st
         run_all([job], timeout_s, lambda: progress.show(0, f"{_lines(log)} comparisons"))
     finally:
         progress.close()
-    entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    lines = log.read_text().split("\n")[:-1] if log.exists() else []  # a full disk may have cut off the last
+    entries = [json.loads(line) for line in lines]
     of_rank = [name for name in names for _ in range(ranks)]
     layers = {entry["name"]: entry["layers"] for entry in entries if entry.get("layers")}
     report = replace(report, checks=_checks(entries, of_rank), layers=layers)
@@ -162,6 +163,8 @@ def _concluded(report: Report, entries: Sequence[dict[str, Any]], job: Job, of_r
             "bad-case",
             f"{report.case}: the programs have compared nothing; call polyhvd.parity.compare in them",
         )
+    if not_finite := next(filter(None, (entry.get("not_finite") for entry in entries)), ""):
+        return _failed(report, "nan", f"{report.case}: {not_finite}")
     count = sum(check.times for check in report.checks)
     return replace(report, message=f"{report.case}: all {count} comparisons agree")
 

@@ -133,7 +133,6 @@ def trace_of(
     name: str,
     array: Array,
     part: tuple[int, int] = (0, 1),
-    detail: str = "",
 ) -> Trace:
     """The trace of an array.
 
@@ -144,14 +143,13 @@ def trace_of(
         name: of the layer or weight.
         array: in common form.
         part: which of how many equal parts of a whole, cut along the first axis; see :func:`joined`.
-        detail: what of its kind it is, for people.
     """
     row = np.empty((1, _core.SKETCH_NUMBERS))
     dense = array if array.flags.c_contiguous else np.ascontiguousarray(array)
     begins = [part[0] * array.size]
     if _core.sketch([dense], row, [0], begins=begins)[0] is None:  # a type that the core does not know
         _core.sketch([dense.astype(np.float64)], row, [0], begins=begins)
-    return Trace.of(Facts(kind, place, layer, name, tuple(array.shape), array.dtype.name, detail), row[0])
+    return Trace.of(Facts(kind, place, layer, name, tuple(array.shape), array.dtype.name), row[0])
 
 
 def mean_of(parts: Sequence[Trace]) -> Trace:

@@ -102,6 +102,7 @@ class Watch:
         #: A layer that stands out of the others below its limit, before the first divergence.
         self.suspicious: Suspicion | None = None
         self.steps = 0
+        self._not_finite = ""  # from which step on weights are so on all ranks, in a sentence
         self._prefix = prefix
         self._limit = limit
         self._process_set = process_set
@@ -169,7 +170,8 @@ class Watch:
 
     def __str__(self) -> str:
         found = self.first or f"no rank has parted from the others in {self.steps} steps"
-        return f"parity.watch: {found}" + (f"; {self.suspicious}" if self.suspicious else "")
+        parts = (found, self.suspicious, self._not_finite)
+        return f"parity.watch: {'; '.join(str(part) for part in parts if part)}"
 
     # Recording ------------------------------------------------------------------
 
@@ -216,6 +218,8 @@ class Watch:
         found = None if agree else self._first_of(sides, apart, ranks)
         if self.first is None:
             self.suspicious = self.suspicious or suspicion
+        if found is None:
+            self._not_finite = self._not_finite or self._weights_not_finite(pages[0])
         if is_logged:
             log.note(self._entry(found, suspicion, sides, apart), ranks[0])
         self.steps += 1
@@ -234,6 +238,22 @@ class Watch:
             plan = self._plans[digests] = Plan([page.facts for page in pages], self._limit)
         self._largest = plan.grown(self._largest, pages[0].rows[1:])
         return plan.accepts([page.rows[1:] for page in pages], self._largest)
+
+    def _weights_not_finite(self, page: Page) -> str:
+        """A sentence about the first trained weight with NaNs or infinities; empty: there is none."""
+        if not page.rows[1:, 1].any():
+            return ""
+        trained = {place for place, weight in enumerate(self._recorder.weights) if weight.trainable}
+        weights = (
+            facts.name
+            for facts, row in zip(page.facts, page.rows[1:], strict=True)
+            if facts.kind == "weights" and facts.place in trained and row[1]
+        )
+        name = next(weights, "")
+        return name and (
+            f"step {self.steps}: {name} has NaNs or infinities before the step, on every rank: what "
+            "follows cannot be compared"
+        )
 
     def _entry(
         self,
@@ -255,6 +275,7 @@ class Watch:
             "first": {} if found is None else asdict(found) | {"advice": ADVICE[found.kind]},
             "text": "" if found is None else str(found),
             "suspicious": described(suspicion),
+            "not_finite": self._not_finite,
             "worst": worst,
             "margin": max(cells, default=0.0) if worst else None,
             "cells": cells,

@@ -39,6 +39,8 @@ _RUN_S = 60.0
 _END_S = 20.0
 _DUMP_S = 2.0
 _EMPTY_S = 5.0
+#: Selectors take no infinite limit.
+_WAIT_S_MAX = 1e6
 _LOG_BYTES_SHOWN = 4000
 #: Unless the user says otherwise: one core a rank may be more than there is.
 _THREADS = {
@@ -49,6 +51,11 @@ _THREADS = {
     "TF_NUM_INTEROP_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+
+
+def _left_s(deadline: float) -> float:
+    """The time until then, in seconds."""
+    return min(max(0.0, deadline - time.monotonic()), _WAIT_S_MAX)
 
 
 class RankFailure(AssertionError):
@@ -227,7 +234,7 @@ class Pool:
             answers = [rank.answer for rank in self._awaited if rank.answer is not None]
             if deadline == late and not all(kind == "value" and good(value) for kind, value in answers):
                 deadline = min(late, time.monotonic() + grace_s)
-            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            ready = connection.wait(list(waiting), _left_s(deadline))
             if not ready:
                 return deadline < late
             for end in ready:
@@ -312,7 +319,7 @@ class Pool:
             deadline = time.monotonic() + _END_S
             for rank in self._ranks:
                 try:
-                    status = rank.process.wait(max(0.0, deadline - time.monotonic()))
+                    status = rank.process.wait(_left_s(deadline))
                 except subprocess.TimeoutExpired:
                     raise RankFailure(
                         f"rank {rank.number} of {self.spec} does not end{self._stacks()}"
@@ -330,8 +337,11 @@ class Pool:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _EMPTY_S
         for rank in self._ranks:
-            rank.process.wait()
+            # One that waits for a file system that does not answer outlives SIGKILL.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(_left_s(deadline))
             rank.connection.close()
         self._rendezvous.close()
         deadline = time.monotonic() + _EMPTY_S
@@ -393,7 +403,7 @@ class Pool:
         deadline = time.monotonic() + deadline_s
         while not done():
             open_ends = {rank.connection: rank for rank in ranks if rank.answer is None}
-            ready = connection.wait(list(open_ends), max(0.0, deadline - time.monotonic()))
+            ready = connection.wait(list(open_ends), _left_s(deadline))
             if not ready:
                 stacks = self._stacks()
                 self.kill()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mpirun
 import netns
 import pytest
+from fork_servers import ForkServers
 from netns import Namespace
 from pool import Pool, Pools, PoolSpec
 
@@ -89,6 +90,21 @@ def two_hosts(pools: Pools) -> Iterator[tuple[Namespace, ...]]:
     with netns.two_hosts() as hosts:
         yield hosts
         pools.close()  # before the hosts are gone
+
+
+@pytest.fixture
+def start(pools: Pools, fork_servers: ForkServers) -> Iterator[Callable[[PoolSpec], Pool]]:
+    """Starts pools only for this test, which may damage them."""
+    pools.close()  # so that nothing else runs here
+    started: list[Pool] = []
+
+    def start(spec: PoolSpec) -> Pool:
+        started.append(Pool(spec, fork_servers))
+        return started[-1]
+
+    yield start
+    for pool in started:
+        pool.kill()
 
 
 @pytest.fixture

@@ -24,20 +24,6 @@ from polyhvd.testing import worker
 _ALWAYS = (("POLYHVD_CMA", "1"),)
 
 
-@pytest.fixture
-def start(pools: Any, fork_servers: Any) -> Iterator[Callable[[PoolSpec], Pool]]:
-    pools.close()  # that nothing else runs here
-    started: list[Pool] = []
-
-    def start(spec: PoolSpec) -> Pool:
-        started.append(Pool(spec, fork_servers))
-        return started[-1]
-
-    yield start
-    for pool in started:
-        pool.kill()
-
-
 def reduce_in_turns(sizes: list[int], rounds: int) -> dict[str, int]:
     """Exact sums of other numbers each time; what has grown of the counters."""
     before = hvd.counters()

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,6 @@ LAYOUTS = {
     "tcp": PoolSpec("numpy", (3,), (("POLYHVD_SHARED_MEMORY", "0"),)),
     "hosts": PoolSpec("numpy", (2, 2)),
 }
-
-
-@pytest.fixture
-def start(pools: Any, fork_servers: Any) -> Iterator[Callable[[PoolSpec], Pool]]:
-    """Starts pools of this test alone: they are to be damaged."""
-    pools.close()  # that nothing else runs here
-    started: list[Pool] = []
-
-    def start(spec: PoolSpec) -> Pool:
-        started.append(Pool(spec, fork_servers))
-        return started[-1]
-
-    yield start
-    for pool in started:
-        pool.kill()
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -294,26 +280,17 @@ def test_ctrl_c_on_all_ranks_ends_a_deadlock(pool: Pool) -> None:
 
 def wait_in_two_threads(rounds: int) -> None:
     """Handles are waited for by another thread than the one that has submitted them."""
-    failures: list[BaseException] = []
+
+    def wait(handle: Any) -> None:
+        oracle.check("sum", hvd.synchronize(handle), np.full(50, sum(range(hvd.size())), np.int32))
+
     for _ in range(rounds):
-        handles = {
-            label: hvd.allreduce_async(np.full(50, hvd.rank(), np.int32), name=label, op=hvd.Sum)
+        handles = [
+            hvd.allreduce_async(np.full(50, hvd.rank(), np.int32), name=label, op=hvd.Sum)
             for label in (("a", "b") if hvd.rank() % 2 else ("b", "a"))
-        }
-
-        def wait(handle: Any) -> None:
-            try:
-                oracle.check("sum", hvd.synchronize(handle), np.full(50, sum(range(hvd.size())), np.int32))
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=wait, args=(handle,)) for handle in handles.values()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        ]
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(wait, handles))
     worker.note(rounds)
 
 

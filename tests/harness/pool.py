@@ -25,18 +25,12 @@ from polyhvd.testing.pool import MARK, START_S, WORKER, Rank, RankFailure
 
 __all__ = ["MARK", "Pool", "PoolSpec", "Pools", "RankFailure"]
 
-#: One core a rank is more than there is. One thread between operations, so that a kernel that
-#: blocks is found out.
+#: Whatever the user has set. One thread between operations, so that a kernel that blocks is noticed.
 _ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "1",
+    **testing._THREADS,
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # more are processes that import torch
     "MXNET_CPU_WORKER_NTHREADS": "1",
     "MXNET_MP_WORKER_NTHREADS": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
     "CUDA_VISIBLE_DEVICES": "-1",
     "PYTHONFAULTHANDLER": "1",

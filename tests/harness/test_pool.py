@@ -13,7 +13,7 @@ from pathlib import Path
 import polyhvd.numpy as hvd
 import pytest
 from pool import MARK, Pool, Pools, PoolSpec, RankFailure
-from ranks_alive import is_running, processes_with
+from ranks_alive import is_running, outliving_sigkill, processes_with
 
 from polyhvd.testing import worker
 
@@ -34,6 +34,12 @@ def give_rank(extra: str) -> tuple[int, int, str]:
 def test_results_come_in_rank_order(pool: Pool) -> None:
     assert pool.run(give_rank, "x") == [(0, 2, "x"), (1, 2, "x")]
     assert pool.run(give_rank, "y") == [(0, 2, "y"), (1, 2, "y")]
+
+
+def test_a_run_may_have_no_limit(pool: Pool) -> None:
+    assert pool.run(give_rank, "x", deadline_s=float("inf")) == [(0, 2, "x"), (1, 2, "x")]
+    pool.start(give_rank, "y")
+    assert pool.settle(float("inf"), 1.0, lambda _: True)
 
 
 def fail_on_the_last() -> None:
@@ -108,6 +114,14 @@ def test_a_rank_that_does_not_end_in_good_order_is_noticed(pool: Pool) -> None:
     pool.run(exit_badly)
     with pytest.raises(RankFailure, match="status 7"):
         pool.close()
+
+
+def test_a_rank_that_outlives_sigkill_does_not_hold_up_its_pool() -> None:
+    with Pool(SPEC) as pool, outliving_sigkill(pool.pids[1]):
+        began = time.monotonic()
+        pool.kill()
+        assert time.monotonic() - began < 30
+        assert not is_running(pool.pids[0])
 
 
 def tell_and_wait() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import polyhvd.mxnet as hvd
 import pytest
 from mxnet.gluon import nn
+from polyhvd.mxnet.parity import kept_of
 
 from polyhvd import parity
 
@@ -74,6 +75,40 @@ def test_what_a_hybridized_layer_makes_is_told() -> None:
     first = watched.first
     assert first is not None
     assert (first.step, first.kind, first.layer) == (1, "activation", 0), watched
+
+
+class Scaled(nn.Block):
+    """A model that computes in float16, which dense layers cannot on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with self.name_scope():
+            self.weight = self.params.get("weight", shape=(6,), dtype="float16", init=mx.init.One())
+
+    def forward(self, rows: Any) -> Any:
+        return rows * self.weight.data()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "kinds"),
+    [
+        ("sgd", {}, []),
+        ("sgd", {"momentum": 0.9}, ["momentum"]),
+        ("adam", {}, ["momentum", "second moment"]),
+    ],
+)
+def test_the_copy_of_a_weight_in_float32_is_no_state_of_an_optimizer(
+    optimizer: str, options: dict[str, float], kinds: list[str]
+) -> None:
+    model = Scaled()
+    model.initialize()
+    options = {"learning_rate": 0.05, "multi_precision": True, **options}
+    trainer = mx.gluon.Trainer(model.collect_params(), optimizer, options, kvstore=None)
+    with parity.watch(model, trainer) as watched:
+        for number in range(2):
+            step(model, trainer, rows_of(number).astype("float16"))
+    assert watched.first is None, watched
+    assert list(kept_of(trainer, model.weight)) == kinds
 
 
 def test_a_model_that_is_hybridized_while_it_is_watched_trains_on() -> None:

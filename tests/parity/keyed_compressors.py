@@ -359,7 +359,7 @@ def verbs(driver: str) -> list[Array]:
     assert sorted(compressor.state_dict()) == ["one", "two.0", "two.1"]
     for arguments, text in (
         ({"compression": compressor}, "keeps state by the operation's name; pass name="),
-        ({"compression": kind, "name": "x"}, "its state would be gone after the call; pass an instance"),
+        ({"compression": kind, "name": "x"}, "its state would be lost after the call; pass an instance"),
     ):
         said = _refusal(functools.partial(hvd.allreduce, mine[0], **arguments))
         assert said.startswith("InvalidArgumentError"), said

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mixed_comparing
 import numpy as np
 import pytest
 from worlds import Ranks
 
+from polyhvd.parity import comparing
 from polyhvd.parity.fingerprints import Fingerprint, tolerance_of
 
 #: As `parity.compare` reads tensors by framework, and sends arrays of NumPy, these meet each framework once.
@@ -60,3 +63,22 @@ def test_sums_in_any_order_are_within_the_tolerance_and_one_wrong_term_is_not(dt
 def test_integers_have_no_tolerance() -> None:
     assert tolerance_of("int64") == tolerance_of("bool") == tolerance_of("int64", 1, 5.0)
     assert tolerance_of("int64").rtol == tolerance_of("int64").atol == 0
+
+
+@pytest.mark.parametrize(
+    ("mine", "reference"),
+    [
+        pytest.param(np.array([2**60 + 1, 3]), np.array([2**60, 3]), id="integers beyond 2^53"),
+        pytest.param(np.array([-(2**63), 3]), np.array([2**63 - 1, 3]), id="integers of both signs"),
+        pytest.param(np.array([2e200, 3e200]), np.array([1e200, 3e200]), id="numbers with infinite squares"),
+    ],
+)
+def test_numbers_are_compared_in_their_whole_range(
+    mine: np.ndarray[Any, Any], reference: np.ndarray[Any, Any]
+) -> None:
+    found = Fingerprint.of(reference)
+    assert np.isfinite(found.norm)
+    difference, margin = comparing._difference(1, mine, reference, tolerance_of(found.dtype, 1, found.scale))
+    assert (difference.count, difference.at) == (1, (0,))
+    assert 0 < difference.relative < np.inf
+    assert margin > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -230,28 +231,17 @@ def test_init_may_follow_shutdown(ranks: Ranks) -> None:
 
 def two_threads(name: str) -> None:
     """Each thread has its own sequence of calls; the ranks start them in different orders."""
-    import threading
-
     driver = drivers.get(name)
     hvd = driver.hvd
-    failures: list[BaseException] = []
 
     def work(label: str) -> None:
-        try:
-            for i in range(50):
-                tensor = driver.from_numpy(np.full(100 + i, hvd.rank(), np.float32))
-                result = driver.to_numpy(hvd.allreduce(tensor, name=f"{label} {i}", op=hvd.Sum))
-                oracle.check(label, result, np.full(100 + i, sum(range(hvd.size())), np.float32))
-        except BaseException as error:
-            failures.append(error)
+        for i in range(50):
+            tensor = driver.from_numpy(np.full(100 + i, hvd.rank(), np.float32))
+            result = driver.to_numpy(hvd.allreduce(tensor, name=f"{label} {i}", op=hvd.Sum))
+            oracle.check(label, result, np.full(100 + i, sum(range(hvd.size())), np.float32))
 
-    threads = [threading.Thread(target=work, args=(label,)) for label in ("left", "right")]
-    for thread in threads[:: 1 - 2 * (hvd.rank() % 2)]:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, ("left", "right")[:: 1 - 2 * (hvd.rank() % 2)]))
 
 
 @pytest.mark.sizes(2, 4)

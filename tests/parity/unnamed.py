@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import drivers
@@ -78,23 +79,14 @@ def four_threads(name: str) -> None:
 
 def _in_four_threads(work: Callable[[int], None]) -> None:
     """Call ``work`` with the number of each thread, and raise what the first that fails does."""
-    failures: list[BaseException] = []
     begin = threading.Barrier(4)
 
-    def guarded(thread: int) -> None:
-        try:
-            begin.wait()
-            work(thread)
-        except BaseException as error:
-            failures.append(error)
+    def start(thread: int) -> None:
+        begin.wait()
+        work(thread)
 
-    threads = [threading.Thread(target=guarded, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(start, range(4)))
 
 
 _Content = tuple[int, int, Any]

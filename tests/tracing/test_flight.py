@@ -254,9 +254,11 @@ def record(sequence: int, name: str, batch: int = 0, state: str = "done", **fiel
     return {**own, **({"batch": batch} if batch else {}), "submitted_ns": sequence, **fields}
 
 
-def write_dump(folder: Path, rank: int, size: int, records: list[dict[str, Any]], unix_s: int = 0) -> Path:
+def write_dump(
+    folder: Path, rank: int, size: int, records: list[dict[str, Any]], unix_s: int = 0, **header: Any
+) -> Path:
     path = folder / f"{rank}.{unix_s}.json"
-    first = {"flight": {"size": size, "host": "h"}, "reason": "a test", "rank": rank, "pid": 1}
+    first = {"flight": {"size": size, "host": "h", **header}, "reason": "a test", "rank": rank, "pid": 1}
     lines = [{**first, "now_ns": 10**9, "unix_s": unix_s}, *records]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -294,6 +296,30 @@ def test_only_members_of_a_process_set_are_missed(tmp_path: Path) -> None:
     assert in_set_1.endswith("asked for by rank 0; not by rank 1, which never ran it")
 
 
+def test_each_operation_is_read_a_few_times_however_many_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings have 4096 operations, and a large model has hundreds that wait for a rank."""
+    names = [f"layer.{i}" for i in range(50)]
+    done = [record(i, name, i, process_set=1) for i, name in enumerate(names, 1)]
+    waiting = [record(50 + i, name, state="announced", process_set=1) for i, name in enumerate(names, 1)]
+    records = [[*done, *waiting], [*done, *waiting], done]
+    dumps = flight.load([write_dump(tmp_path, rank, 3, each) for rank, each in enumerate(records)])
+    key_of, keys = flight.Record.key, []
+
+    def counted(self: flight.Record) -> tuple[int, str, str]:
+        keys.append(key_of.__get__(self))
+        return keys[-1]
+
+    monkeypatch.setattr(flight.Record, "key", property(counted))
+    found = differences(dumps)
+    assert found[1] == (
+        "allreduce 'layer.0' of process set 1: asked for by ranks 0, 1; not by rank 2, which last ran it in "
+        "batch 1"
+    )
+    assert len(keys) < 4 * sum(map(len, records))
+
+
 def test_the_newest_dump_of_a_rank_counts(tmp_path: Path) -> None:
     old = write_dump(tmp_path, 0, 1, [record(1, "old", 1)], unix_s=1)
     new = write_dump(tmp_path, 0, 1, [record(1, "new", 1)], unix_s=2)
@@ -302,13 +328,29 @@ def test_the_newest_dump_of_a_rank_counts(tmp_path: Path) -> None:
         assert dump.records[0].name == "new"
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_of_an_earlier_world_of_an_elastic_job_are_not_compared(tmp_path: Path, size: int) -> None:
+    """Ranks 0 and 1 of the new world wait for none; a file of the old one has another rank 2 of 3."""
+    steps = [record(step, "a", step) for step in range(1, 4)]
+    old = write_dump(tmp_path, 2, 3, [record(1, "b", 1)], unix_s=1, generation=1)
+    new = [write_dump(tmp_path, rank, size, steps, unix_s=2, generation=2) for rank in range(2)]
+    dumps = flight.load([old, *new])
+    assert differences(dumps) == [
+        "They ran the same operations, and wait for none that others have not submitted."
+    ]
+    lines = flight.explain(dumps)
+    assert [line[:15] for line in lines if line.startswith("rank 2")] == ["rank 2: no file"] * (size - 2)
+    assert lines[-1].endswith(f"compared. Those of other generations: {old}")
+
+
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = write_dump(tmp_path, 0, 2, [])
     contents = {"empty": "", "text": "no json", "foreign": "{}", "list": "[1]"}
     bad = [tmp_path / name for name in contents]
     for path in bad:
         path.write_text(contents[path.name])
-    for path in [*bad, tmp_path / "absent", write_dump(tmp_path, 1, 3, [])]:
+    os.mkfifo(tmp_path / "fifo")
+    for path in [*bad, tmp_path / "absent", tmp_path / "fifo", write_dump(tmp_path, 1, 3, [])]:
         assert cli.main(["flight", str(good), str(path)]) == 1
         assert path.name in capsys.readouterr().err
 

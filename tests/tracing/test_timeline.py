@@ -276,7 +276,7 @@ def test_dynamic_starts_none(tmp_path: Path) -> None:
 
 def write_trace(path: Path, rank: int, events: list[dict[str, Any]], **header: Any) -> Path:
     own = {"rank": rank, "generation": 1, "boot": f"boot {rank}", "host": f"host{rank}", "pid": 1}
-    own |= {"clock_offset_ns": 0}
+    own |= {"clock_offset_ns": 0, "size": 3}
     args = {"header": {**own, **header}, "events_dropped": 0}
     head = {"ph": "M", "name": "polyhvd", "pid": rank, "tid": 0, "args": args}
     row = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 1, "args": {"name": "allreduce.x"}}
@@ -365,10 +365,19 @@ def test_merge_names_the_file_that_it_cannot_use(tmp_path: Path, capsys: pytest.
     garbled = tmp_path / "garbled.json"
     garbled.write_text("[\n{nothing\n]\n")
     other_job = write_trace(tmp_path / "other.json", 0, [], pid=2)
-    for bad in (foreign, garbled, other_job, tmp_path / "absent.json"):
+    smaller_job = write_trace(tmp_path / "smaller.json", 1, [], size=2)
+    for bad in (foreign, garbled, other_job, smaller_job, tmp_path / "absent.json"):
         assert cli.main(["timeline", "merge", str(tmp_path / "out.json"), str(good), str(bad)]) == 1
         assert bad.name in capsys.readouterr().err
-    assert cli.main(["timeline", "merge", str(good), str(good)]) == 1
+    linked = tmp_path / "linked.json"
+    linked.hardlink_to(good)
+    before = [path.read_text() for path in (good, linked, other_job)]
+    for out in (good, linked, other_job):
+        assert cli.main(["timeline", "merge", str(out), str(good)]) == 1
+        assert f"{out.name}: expected the name of the merged file" in capsys.readouterr().err
+    assert [path.read_text() for path in (good, linked, other_job)] == before
+    for _ in range(2):  # an earlier result is replaced
+        assert cli.main(["timeline", "merge", str(tmp_path / "out.json"), str(good)]) == 0
 
 
 def test_merge_refuses_values_of_wrong_types_with_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ready cases: networks that are small enough to take seconds, and have what differs between frameworks."""
+"""Included cases: networks that train in seconds, with the layers in which frameworks differ."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def chart(
         f'<svg role="img" aria-labelledby="{identity} {identity}-text" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}">'
         f'<desc id="{identity}-text">{escape(summary)}</desc>{"".join(drawn)}</svg>'
         f'<ul class="legend">{legend}</ul><p>{escape(summary)}</p></figure>'
-        + _table(identity, title, {name: points for name, _, points in curves}, steps)
+        + _table(title, {name: points for name, _, points in curves}, steps)
     )
 
 
@@ -133,7 +133,7 @@ def _stride(length: float) -> int:
     )
 
 
-def _table(identity: str, title: str, curves: Mapping[str, Sequence[float]], steps: int) -> str:
+def _table(title: str, curves: Mapping[str, Sequence[float]], steps: int) -> str:
     heads = "".join(f'<th scope="col">{step}</th>' for step in range(steps))
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'

@@ -209,7 +209,7 @@ def _losses(report: Report) -> str:
     if not curves:
         return ""
     ends = [losses[-1] for _, _, losses in curves if losses]
-    summary = f"{len(curves)} curves; at the end the losses lie from {min(ends):.4g} to {max(ends):.4g}."
+    summary = f"{len(curves)} curves; at the end the losses are from {min(ends):.4g} to {max(ends):.4g}."
     drawn = chart(
         "loss-curves", "Loss by step", summary + " Curves that agree hide each other.", curves, unit="loss"
     )
@@ -231,10 +231,8 @@ def _heat_maps(report: Report) -> str:
     ]
     names = next(iter(report.layers.values()), [])
     body = [*_legend(), _map("Worst of all comparisons", worst, names)]
-    for check in report.differing[:_MAPS_MAX]:
-        if check.cells and check.cells[0]:
-            of_framework = report.layers.get(check.first.get("framework", ""), names)
-            body.append(_map(check.name, check.cells, of_framework))
+    differing = [check for check in checks if not check.agree]
+    body += [_map(check.name, check.cells, names) for check in differing[:_MAPS_MAX]]
     return _section("heat", "Layers and steps", "".join(body))
 
 
@@ -250,9 +248,10 @@ def _legend() -> list[str]:
 def _map(title: str, cells: list[list[float]], names: list[str]) -> str:
     heads = "".join(f'<th scope="col">{step}</th>' for step in range(len(cells)))
     rows = []
-    for layer in range(len(cells[0])):
+    for layer in range(max(map(len, cells))):
         name = names[layer] if layer < len(names) else f"layer {layer}"
-        row = "".join(_cell(step[layer]) for step in cells)
+        # Watches of several models may have one name.
+        row = "".join(_cell(step[layer]) if layer < len(step) else "<td></td>" for step in cells)
         rows.append(f'<tr><th scope="row">{layer} <span>{escape(name)}</span></th>{row}</tr>')
     return (
         f'<h3>{escape(title)}</h3><div class="wide" role="region" tabindex="0" '

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 from polyhvd.installed import is_installed
 from polyhvd.parity.report.findings import Check, Report, in_digits
@@ -21,12 +20,11 @@ class Progress:
 
     Args:
         total: steps of all of them.
-        stream: to write to.
     """
 
-    def __init__(self, total: int, stream: IO[str] | None = None) -> None:
-        self._total = max(total, 1)
-        self._stream = sys.stderr if stream is None else stream
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._stream = sys.stderr
         self._shows = self._stream.isatty()
         self._rich: Any = None
         if self._shows and is_installed("rich"):
@@ -60,18 +58,16 @@ class Progress:
             self._stream.flush()
 
 
-def print_report(report: Report, stream: IO[str] | None = None) -> None:
+def print_report(report: Report) -> None:
     """Print the table, where checks part, and what to do.
 
     Args:
         report: of one case.
-        stream: to print to; None: standard output.
     """
-    stream = sys.stdout if stream is None else stream
-    if stream.isatty() and is_installed("rich"):
-        _print_rich(report, stream)
+    if sys.stdout.isatty() and is_installed("rich"):
+        _print_rich(report)
     else:
-        _print_plain(report, lambda line: print(line, file=stream))
+        _print_plain(report)
 
 
 def _columns(check: Check) -> tuple[str, ...]:
@@ -104,29 +100,29 @@ def _details(report: Report) -> list[str]:
     return [*lines, report.message]
 
 
-def _print_plain(report: Report, write_line: Callable[[str], None]) -> None:
+def _print_plain(report: Report) -> None:
     rows = [_heads(report), *map(_columns, report.checks)]
     if report.checks:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for row in rows:
-            write_line("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-        write_line("")
+            print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        print()
     for line in _details(report):
         indent = line[: len(line) - len(line.lstrip())]
         for part in line.splitlines() if "\n" in line else textwrap.wrap(line, 100, subsequent_indent=indent):
-            write_line(part)
+            print(part)
 
 
-def _print_rich(report: Report, stream: IO[str]) -> None:
+def _print_rich(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=stream)
+    console = Console()
     if report.checks:
         table = Table()
         for head in _heads(report):
-            table.add_column(head)
+            table.add_column(head, overflow="fold")  # a figure that is cut off is a wrong one
         for check in report.checks:
             *texts, result = _columns(check)
             style = "green" if check.agree else "bold red"
