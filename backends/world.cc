@@ -373,9 +373,9 @@ int tree_parent(int domain) noexcept { return domain == 0 ? -1 : (domain - 1) / 
 std::unique_ptr<Engine> make_engine(Connections connections, EngineOptions options) {
   if (connections.process_sets.size() >= kProcessSetsMax) {
     throw Failure(ErrorCode::kInvalidArgument, "at most " + std::to_string(kProcessSetsMax - 1) +
-                                                   " process sets are possible; " +
+                                                   " process sets are supported; " +
                                                    std::to_string(connections.process_sets.size()) +
-                                                   " were given");
+                                                   " were passed");
   }
   ProcessSets sets(connections.size);
   for (const std::vector<int>& ranks : connections.process_sets) sets.add(ranks);

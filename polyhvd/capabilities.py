@@ -1,4 +1,4 @@
-"""Horovod's questions about its build, such as ``nccl_built()``, answered by what can serve a script here."""
+"""Horovod's queries about its build, such as ``nccl_built()``, answered for this host."""
 
 from __future__ import annotations
 

@@ -69,22 +69,35 @@ def _parser(*, with_parity: bool = False) -> argparse.ArgumentParser:
     command = commands.add_parser("timeline", help="merge the ranks' timelines")
     actions = command.add_subparsers(required=True, metavar="ACTION")
     merge = actions.add_parser("merge", help="merge the timelines of all ranks, with aligned clocks")
-    merge.add_argument("out", type=Path, metavar="OUT", help="the file to write")
-    merge.add_argument("files", type=Path, nargs="+", metavar="FILE", help="timelines of ranks of one job")
+    merge.add_argument("out", type=Path, metavar="OUT", help="file to write")
+    merge.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="timeline files of the ranks of one job"
+    )
     merge.set_defaults(run=lambda options: timeline.merge(options.out, options.files))
 
-    compare = commands.add_parser("flight", help="compare the ranks' last operations after a failure")
+    compare = commands.add_parser(
+        "flight",
+        help="compare the ranks' last operations after a failure",
+        description="Compare the last operations of all ranks, and show the first difference.",
+    )
     compare.add_argument(
         "files",
         type=Path,
         nargs="*",
         metavar="FILE",
-        help="files of the ranks, or a folder; default: those of the latest job on this host",
+        help="flight files of the ranks, or a folder; default: those of the latest job on this host",
     )
     compare.set_defaults(run=_flight)
 
-    command = commands.add_parser("docs", help="list the topics of the documentation, or print a page")
-    command.add_argument("topic", nargs="?", default="", metavar="TOPIC", help="such as elastic")
+    text = "list the topics of the documentation, or print a page"
+    command = commands.add_parser("docs", help=text, description=f"{text.capitalize()}.")
+    command.add_argument(
+        "topic",
+        nargs="?",
+        default="",
+        metavar="TOPIC",
+        help="page to print, such as elastic; default: list all",
+    )
     command.set_defaults(run=lambda o: documents.page(o.topic) if o.topic else documents.listing())
 
     command = commands.add_parser("autotune", help="show the samples and the result of autotuning")

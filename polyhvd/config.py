@@ -125,10 +125,10 @@ def _backends(text: str) -> tuple[str, ...]:
         name, colon, kinds = item.partition(":")
         name = _HOST_NAMES.get(name, name)
         if name.removesuffix("?" * name.startswith("nccl")) not in _BACKENDS or (name == "host" and colon):
-            raise ValueError(f"{name!r} is not a backend; known are {', '.join(_BACKENDS)}")
+            raise ValueError(f"{name!r} is not a backend; expected one of {', '.join(_BACKENDS)}")
         for kind in kinds.split("+") if colon else ():
             if kind not in _KINDS:
-                raise ValueError(f"{kind!r} is not an operation; known are {', '.join(_KINDS)}")
+                raise ValueError(f"{kind!r} is not an operation; expected one of {', '.join(_KINDS)}")
         chosen.append(name + colon + kinds)
     # Whoever says how CPUs are served says nothing about GPUs, but for the plain word `host`.
     if "host" not in items and not any(item.startswith("nccl") for item in chosen):
@@ -548,7 +548,7 @@ class Settings(_Table):
 
 _ELASTIC = "polyhvdrun's options say whether a job is elastic, and how."
 _BUILD = "It concerned how Horovod was built; nothing is chosen when polyhvd is."
-_LAUNCHER = "For Horovod's launchers; polyhvdrun has its own ways."
+_LAUNCHER = "For Horovod's launchers; polyhvdrun does not use them."
 
 _INEFFECTIVE = (
     Ineffective(
@@ -556,7 +556,7 @@ _INEFFECTIVE = (
     ),
     Ineffective(
         "BATCH_D2D_MEMCOPIES",
-        "Large tensors are reduced where they lie; small ones on a GPU are packed, with a copy each.",
+        "Large tensors are reduced in place; small ones on a GPU are packed, with a copy each.",
     ),
     Ineffective("CCL_*", "oneCCL is not used."),
     Ineffective("DISABLE_NVTX_RANGES", "No NVTX ranges are made."),

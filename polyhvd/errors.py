@@ -6,8 +6,8 @@
     ├── ValueError
     │   ├── NotInitializedError        a call before init(); also a RuntimeError
     │   ├── InvalidArgumentError       a bad call, found at submit; the job goes on; also a RuntimeError
-    │   │   ├── UnsupportedError       what cannot be had in this way; also a NotImplementedError
-    │   │   └── UnsupportedTypeError   elements of a type that the core does not know; also a TypeError
+    │   │   ├── UnsupportedError       an unsupported combination; also a NotImplementedError
+    │   │   └── UnsupportedTypeError   elements of an unsupported type; also a TypeError
     │   └── config.ConfigError         an environment variable cannot be used
     ├── RuntimeError
     │   ├── HorovodInternalError       a collective failed
@@ -66,7 +66,7 @@ class InvalidArgumentError(ValueError, RuntimeError):
 
 
 class UnsupportedError(InvalidArgumentError, NotImplementedError):
-    """A call that asks for what cannot be had in this way; Horovod raises NotImplementedError."""
+    """A call with an unsupported combination of arguments; Horovod raises NotImplementedError."""
 
 
 class UnsupportedTypeError(InvalidArgumentError, TypeError):

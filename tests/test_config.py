@@ -125,8 +125,8 @@ def test_our_prefix_wins_and_so_does_our_name() -> None:
     ("variable", "value", "reason"),
     [
         ("HOROVOD_LOG_LEVEL", "loud", "must be one of trace, debug"),
-        ("HOROVOD_CPU_OPERATIONS", "rccl", "'rccl' is not a backend; known are nccl, mpi, host"),
-        ("POLYHVD_BACKENDS", "mpi:barrier", "'barrier' is not an operation; known are allreduce"),
+        ("HOROVOD_CPU_OPERATIONS", "rccl", "'rccl' is not a backend; expected one of nccl, mpi, host"),
+        ("POLYHVD_BACKENDS", "mpi:barrier", "'barrier' is not an operation; expected one of allreduce"),
         ("HOROVOD_CONTROLLER", "ring", "must be mpi or gloo"),
         ("POLYHVD_THREAD_AFFINITY", "1,-2", "must be a whole number that is not negative"),
         ("POLYHVD_THREAD_AFFINITY", "one", "must be a whole number that is not negative"),

@@ -125,5 +125,5 @@ def test_what_fails_its_mac_ends_the_job_everywhere_with_the_same_words(monkeypa
     with pytest.raises(PeerLostError, match=r"allgather_object: what rank . sent to rank . was changed"):
         hvd.allgather_object("word")
     assert not loaded
-    with pytest.raises(PeerLostError, match="was changed, replayed or lost on its way"):
+    with pytest.raises(PeerLostError, match="was changed, replayed or lost in transit"):
         hvd.barrier()

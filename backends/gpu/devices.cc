@@ -10,10 +10,10 @@ ContextPtr Devices::context(Device device) {
   if (context_->device() == device.index) return context_;
   const std::string first = std::to_string(context_->device());
   throw Failure(ErrorCode::kInvalidArgument,
-                "rank " + std::to_string(driver_->rank()) + " has worked on GPU " + first +
-                    " since its first operation, and this tensor is on GPU " +
+                "rank " + std::to_string(driver_->rank()) + " has used GPU " + first +
+                    " since its first operation, but this tensor is on GPU " +
                     std::to_string(device.index) +
-                    "; choose one GPU for each rank, before anything is put on it: with PyTorch, "
+                    "; select one GPU for each rank before its first use: with PyTorch, "
                     "torch.cuda.set_device(hvd.local_rank())");
 }
 

@@ -74,10 +74,10 @@ Functions find_all(void* library) {
 }
 
 const char* advice_for(Code code) {
-  if (code == kOutOfMemory) return "; free some, or take smaller batches";
+  if (code == kOutOfMemory) return "; free some memory, or use smaller batches";
   if (code < kFirstBroken || code > kLastBroken) return "";
-  return "; the GPU serves this process no more, and whatever ran on it before may be why: "
-         "run it with compute-sanitizer";
+  return "; this process can no longer use the GPU. Earlier work on it may be the cause: run the "
+         "program with compute-sanitizer";
 }
 
 // For cleanup: the driver may have ended before, and an error could not be handled.
@@ -158,18 +158,19 @@ void Driver::load() {
   // may outlive us.
   void* library = dlopen(library_.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    refuse(rank_, driver + " cannot be loaded (" + dlerror() +
-                      "), so that no tensor on a GPU can be served; move it to the CPU, or "
-                      "install the driver");
+    refuse(
+        rank_,
+        driver + " cannot be loaded (" + dlerror() +
+            "), so tensors on GPUs are not supported; move them to the CPU, or install the driver");
   }
   try {
     functions_ = find_all(library);
   } catch (const Failure& failure) {
-    refuse(rank_, driver + " is of no use: " + failure.what() + "; CUDA 11 or newer is needed");
+    refuse(rank_, driver + " cannot be used: " + failure.what() + "; CUDA 11 or newer is needed");
   }
   if (const Code code = functions_.Init(0); code != kSuccess) {
     refuse(rank_, driver + " does not start: " + words_for(code) +
-                      "; see what nvidia-smi says, and CUDA_VISIBLE_DEVICES");
+                      "; check nvidia-smi and CUDA_VISIBLE_DEVICES");
   }
   loaded_.store(true, std::memory_order_release);
 }
@@ -235,8 +236,9 @@ ContextPtr Context::open(std::shared_ptr<Driver> driver, int device) {
   const Functions& functions = driver->functions();
   const int count = driver->device_count();
   if (device < 0 || device >= count) {
-    refuse(driver->rank(), "there is no GPU " + std::to_string(device) + "; the driver shows " +
-                               std::to_string(count) + "; see CUDA_VISIBLE_DEVICES");
+    refuse(driver->rank(), "GPU " + std::to_string(device) +
+                               " does not exist; number of GPUs that the driver reports: " +
+                               std::to_string(count) + "; check CUDA_VISIBLE_DEVICES");
   }
   Ordinal ordinal = 0;
   driver->check(functions.DeviceGet(&ordinal, device), "cuDeviceGet", device);

@@ -61,9 +61,9 @@ void Staging::await(const DeviceEventPtr& event, Deadline deadline) {
     if (failure.error().code != ErrorCode::kTimeout) throw;
     throw Failure(ErrorCode::kTimeout,
                   "GPU " + std::to_string(streams_->context->device()) +
-                      " has not done in time what its streams were given before this; look for a "
-                      "kernel that hangs, and for a rank of this host that does not take part in "
-                      "NCCL's work; POLYHVD_DATA_TIMEOUT_SECONDS sets the time");
+                      " did not finish the earlier work of its streams in time; look for a kernel "
+                      "that hangs, and for a rank of this host that does not take part in an "
+                      "operation of NCCL; POLYHVD_DATA_TIMEOUT_SECONDS sets the limit");
   }
 }
 

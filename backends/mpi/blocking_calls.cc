@@ -48,8 +48,8 @@ std::shared_ptr<BlockingCall> BlockingCalls::begin(std::string name, std::functi
   Queue& queue = *queue_;
   std::lock_guard lock(queue.mutex);
   if (queue.last && !queue.last->is_finished()) {
-    throw Failure(ErrorCode::kPeerLost, "this process still waits in " + queue.last->name() +
-                                            " for other ranks, and can use MPI no more");
+    throw Failure(ErrorCode::kPeerLost, "this process is still waiting in " + queue.last->name() +
+                                            " for other ranks, and can no longer use MPI");
   }
   if (!queue.has_thread) {
     std::thread([shared = queue_] { shared->serve(); }).detach();

@@ -341,7 +341,7 @@ std::shared_ptr<Library> bind(void* library, const std::string& name) {
                      version.starts_with("MVAPICH") || version.starts_with("CRAY");
   if (!mpich || path.find("libmpi_abi") != std::string::npos) {
     throw Failure(ErrorCode::kInvalidArgument,
-                  "its handles are of a kind that polyhvd does not know (" + version + ")");
+                  "its type of handles is not supported (" + version + ")");
   }
   return std::make_shared<Bound<int>>(library, mpich_values(), path, version);
 }

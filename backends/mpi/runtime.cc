@@ -55,8 +55,8 @@ Runtime::Runtime(std::span<const std::string> names, ThreadLevel wanted)
   if (library_->finalized()) {
     throw Failure(ErrorCode::kInvalidArgument,
                   which() +
-                      " was finalised in this process, and cannot be initialised again; let "
-                      "polyhvd.init() come before MPI_Finalize, or leave that to polyhvd");
+                      " was finalized in this process, and cannot be initialized again; call "
+                      "init() before MPI_Finalize, or let polyhvd finalize MPI");
   }
 }
 
@@ -73,11 +73,11 @@ bool Runtime::initialize(std::chrono::duration<double> timeout, const Tick& tick
   threads_ = library_->thread_level();
   if (threads_ < ThreadLevel::kSerialized) {
     throw Failure(ErrorCode::kInvalidArgument,
-                  which() + " was initialised by " + (ours_ ? "polyhvd" : "other code") + " with " +
+                  which() + " was initialized by " + (ours_ ? "polyhvd" : "other code") + " with " +
                       std::string(name_of(threads_)) +
-                      ", but polyhvd calls it from its own thread, "
-                      "too: ask for MPI_THREAD_MULTIPLE or MPI_THREAD_SERIALIZED where MPI is "
-                      "initialised (mpi4py: mpi4py.rc.thread_level), or use an MPI that grants it");
+                      ", but polyhvd also calls it from another thread: request "
+                      "MPI_THREAD_MULTIPLE or MPI_THREAD_SERIALIZED where MPI is initialized "
+                      "(mpi4py: mpi4py.rc.thread_level), or use an MPI library that supports it");
   }
   return true;
 }
@@ -134,14 +134,13 @@ std::shared_ptr<JobCommunicator> Runtime::meet(std::optional<std::intptr_t> comm
       throw Failure(ErrorCode::kInvalidArgument,
                     "init(comm=[...]): this is rank " + std::to_string(rank) + " of " +
                         std::to_string(size) +
-                        ", and each rank of the list has to call it with "
-                        "ranks that are there");
+                        "; each rank of the list must call it, with ranks that exist");
     }
     const Handle members = await(make_group(base, ranks, kCreateTag), timeout, tick,
                                  "rank " + std::to_string(rank) + " waited " +
                                      std::to_string(std::lround(timeout.count())) +
                                      " s for all ranks of the list to call init(comm=[...]); "
-                                     "POLYHVD_START_TIMEOUT sets the time");
+                                     "POLYHVD_START_TIMEOUT sets the limit");
     return std::make_shared<JobCommunicator>(shared_from_this(), members, timeout);
   }
   // Not to be on the stack when a wait was given up: MPI still writes to them.
@@ -156,7 +155,7 @@ std::shared_ptr<JobCommunicator> Runtime::meet(std::optional<std::intptr_t> comm
         *library_, duplicate->request, after(timeout), tick,
         "rank " + std::to_string(rank) + " waited " + std::to_string(std::lround(timeout.count())) +
             " s for all " + std::to_string(size) +
-            " ranks of the communicator to call init(); POLYHVD_START_TIMEOUT sets the time");
+            " ranks of the communicator to call init(); POLYHVD_START_TIMEOUT sets the limit");
   } catch (...) {
     give_up();
     (void)duplicate.release();
@@ -209,7 +208,7 @@ std::vector<int> JobCommunicator::hosts(const Runtime::Tick& tick) {
 std::string JobCommunicator::late() const {
   return "rank " + std::to_string(rank_) + " waited " +
          std::to_string(std::lround(timeout_.count())) +
-         " s for other ranks in init(); POLYHVD_START_TIMEOUT sets the time";
+         " s for other ranks in init(); POLYHVD_START_TIMEOUT sets the limit";
 }
 
 std::vector<std::string> JobCommunicator::gather(const std::string& mine,

@@ -44,9 +44,9 @@ void Connection::settle(const char* what, Parking& parking, Deadline deadline) {
       if (failure.error().code != ErrorCode::kTimeout) throw;
       throw Failure(ErrorCode::kTimeout,
                     label_ + ": " + what +
-                        " of NCCL did not finish in time; look for a rank that hangs, for "
-                        "NCCL_SOCKET_IFNAME and firewalls, and at what NCCL_DEBUG=INFO says; "
-                        "POLYHVD_DATA_TIMEOUT_SECONDS sets the time");
+                        " of NCCL did not finish in time; look for a rank that hangs, check "
+                        "NCCL_SOCKET_IFNAME and firewalls, and read the output of NCCL_DEBUG=INFO; "
+                        "POLYHVD_DATA_TIMEOUT_SECONDS sets the limit");
     }
   }
   if (now != Result::kSuccess) throw Failure(error_of(what, now));

@@ -71,10 +71,10 @@ void GpuStreamGroup::check() {
   if (flights_.empty() || now - front_since_ < flights_.front().patience) return;
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(now - front_since_);
   throw Failure(ErrorCode::kTimeout, label_ +
-                                         ": what NCCL has begun on the GPU has not ended for " +
+                                         ": an operation of NCCL on the GPU has not finished for " +
                                          std::to_string(seconds.count()) +
                                          " s; look for a rank whose GPU is stuck or far behind; "
-                                         "POLYHVD_DATA_TIMEOUT_SECONDS sets the time");
+                                         "POLYHVD_DATA_TIMEOUT_SECONDS sets the limit");
 }
 
 void GpuStreamGroup::finish() noexcept {

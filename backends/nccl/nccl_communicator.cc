@@ -129,18 +129,19 @@ bool NcclCommunicator::decide(Deadline deadline) {
                     counts, deadline);
   const auto reason = objection(offers, [this](std::size_t i) { return member(i); });
   if (reason && resources_.settings.required) {
-    throw Failure(
-        ErrorCode::kInvalidArgument,
-        "POLYHVD_BACKENDS asks for nccl, which cannot serve " + label(members_) + ": " + *reason);
+    throw Failure(ErrorCode::kInvalidArgument,
+                  "POLYHVD_BACKENDS requires nccl, which cannot be used for " + label(members_) +
+                      ": " + *reason);
   }
   if (reason && self_ == 0 && size_ > 1) {
-    resources_.warn("tensors on GPUs go through memory of the host, which is slower than NCCL: " +
-                    *reason + "; POLYHVD_BACKENDS=host turns this message off");
+    resources_.warn(
+        "tensors on GPUs are transferred through host memory, which is slower than NCCL: " +
+        *reason + "; POLYHVD_BACKENDS=host disables this message");
   }
   if (!reason && self_ == 0 && set_ == 0 && resources_.settings.hierarchical && !hierarchy_) {
     resources_.warn(
-        "POLYHVD_HIERARCHICAL_ALLREDUCE has no effect: it takes several hosts that have equally "
-        "many ranks, and more than one; NCCL connects all ranks instead");
+        "POLYHVD_HIERARCHICAL_ALLREDUCE has no effect: it needs several hosts with the same number "
+        "of ranks, at least two on each; NCCL connects all ranks instead");
   }
   return !reason;
 }

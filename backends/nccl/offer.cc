@@ -40,12 +40,12 @@ std::optional<std::string> objection(std::span<const Offer> offers,
     if (offers[0].version != 0 && offer.version != offers[0].version) {
       reasons.push_back(name_of(i) + " has NCCL " + version_text(offer.version) + ", and " +
                         name_of(0) + " " + version_text(offers[0].version) +
-                        "; install the same one for all");
+                        "; install the same version for all");
     }
     const auto [it, is_new] = first_on.emplace(offer.gpu.data(), i);
     if (is_new || may_share) continue;
-    reasons.push_back(name_of(it->second) + " and " + name_of(i) + " work on one GPU (" +
-                      it->first + "); give each rank its own, or use NCCL " +
+    reasons.push_back(name_of(it->second) + " and " + name_of(i) + " use the same GPU (" +
+                      it->first + "); assign one to each rank, or use NCCL " +
                       version_text(kVersionOfSharedGpus) +
                       " or later with NCCL_MULTI_RANK_GPU_ENABLE=1");
   }

@@ -44,7 +44,7 @@ bool ShmChannel::poll(std::string& payload) {
   if (written == read) return reader_.next(payload);
   const auto count = static_cast<std::size_t>(written - read);
   if (count > kRingBytes) {
-    throw Failure(ErrorCode::kPeerLost, "a control ring is garbled");
+    throw Failure(ErrorCode::kPeerLost, "a control ring is corrupted");
   }
   const std::size_t at = read % kRingBytes;
   const std::size_t first = std::min(count, kRingBytes - at);

@@ -57,18 +57,18 @@ MessageHeader make_goodbye(std::uint32_t number, const Mac& mac) noexcept {
 
 std::string fault_of(const MessageHeader& header, std::uint32_t number, const Mac& mac) {
   if (header.magic != kMagic || header.crc != crc_of(header)) {
-    return "where message " + std::to_string(number) +
-           " should begin is none: bytes were changed, lost or put in on the way";
+    return "there is no header where message " + std::to_string(number) +
+           " should begin: bytes were changed, lost or inserted in transit";
   }
   if (header.number != number) {
-    return "message " + std::to_string(header.number) + " came where message " +
-           std::to_string(number) + " was due: " +
+    return "message " + std::to_string(header.number) + " arrived where message " +
+           std::to_string(number) + " was expected: " +
            (static_cast<std::int32_t>(header.number - number) > 0 ? "some were lost"
-                                                                  : "one came twice") +
-           " on the way";
+                                                                  : "one arrived twice") +
+           " in transit";
   }
   if (header.kind == MessageKind::kGoodbye && header.bytes != word_of_goodbye(number, mac)) {
-    return "a goodbye fails its MAC: it was inserted on the way";
+    return "a goodbye fails its MAC: it was inserted in transit";
   }
   return "";
 }

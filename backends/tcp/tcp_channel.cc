@@ -73,8 +73,8 @@ bool TcpChannel::next(std::string& payload) {
   } catch (const Failure& failure) {
     throw Failure(failure.error().code,
                   "a control message from " + ends_.name + " to rank " +
-                      std::to_string(ends_.rank) + " was changed, replayed or lost on its way: " +
-                      failure.error().message + "; look at the network between them");
+                      std::to_string(ends_.rank) + " was changed, replayed or lost in transit: " +
+                      failure.error().message + "; check the network between them");
   }
 }
 

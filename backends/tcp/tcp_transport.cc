@@ -199,7 +199,7 @@ struct TcpTransport::Incoming {
     if (tail != sum) {
       transport.distrust(rank, "the bytes of message " + std::to_string(header.number) +
                                    (is_summed() ? " fail their checksum" : " do not end with it") +
-                                   ": they were changed, lost or put in on the way");
+                                   ": they were changed, lost or inserted in transit");
     }
     if (header.kind == MessageKind::kFailure) transport.end_for(rank, *connection, body);
     connection->receiving = false;
@@ -335,8 +335,8 @@ void TcpTransport::await(Incoming& receiving, const std::function<bool()>& sent,
     // Not what a peer has sent: its engine may have ended over its own timeout.
     if (failure.error().code != ErrorCode::kTimeout || Parking::Clock::now() < deadline) throw;
     throw Failure(ErrorCode::kTimeout, options_.described(slow) +
-                                           " does not take part in an agreed transfer in time; "
-                                           "it may be suspended, or the network cut");
+                                           " did not take part in an agreed transfer in time; it "
+                                           "may be suspended or disconnected");
   }
 }
 
@@ -379,14 +379,14 @@ bool TcpTransport::hear_last_words(int rank, const Connection& connection) const
   const ConstBytes reason(bytes + kHeaderBytes, length);
   MessageTail tail;
   std::memcpy(&tail, bytes + kHeaderBytes + length, sizeof tail);
-  if (crc32c(reason, header.crc) != tail) distrust(rank, "its last words are garbled");
+  if (crc32c(reason, header.crc) != tail) distrust(rank, "its last message is corrupted");
   end_for(rank, connection, reason);
 }
 
 // The peer's error, if its MAC shows that the peer has sent it.
 void TcpTransport::end_for(int rank, const Connection& connection, ConstBytes reason) const {
   const auto error = decode_failure(reason, connection.received, connection.theirs);
-  if (!error) distrust(rank, "its last words fail their MAC: they were changed on the way");
+  if (!error) distrust(rank, "its last message fails its MAC: it was changed in transit");
   throw Failure(*error);
 }
 
@@ -404,7 +404,7 @@ void TcpTransport::lost(int rank, const Connection& connection) const {
 void TcpTransport::distrust(int rank, const std::string& fault) const {
   throw Failure(ErrorCode::kPeerLost, "data from " + options_.described(rank) + " to rank " +
                                           std::to_string(options_.rank) + " cannot be trusted: " +
-                                          fault + "; look at the network between them");
+                                          fault + "; check the network between them");
 }
 
 void TcpTransport::say_goodbye() noexcept {

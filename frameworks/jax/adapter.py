@@ -30,7 +30,7 @@ def check(tensor: Any) -> jax.Array:
         )
     if not isinstance(tensor, jax.core.Tracer) and len(tensor.sharding.device_set) != 1:
         raise UnsupportedTypeError(
-            f"the array lies on {len(tensor.sharding.device_set)} devices, expected one; pass a part of it, "
+            f"the array is on {len(tensor.sharding.device_set)} devices, expected one; pass a part of it, "
             "such as array.addressable_data(0), or all of it: jax.device_put(array, jax.devices()[0])"
         )
     return tensor

@@ -57,7 +57,7 @@ try:
     _DIFFERENTIATED = (_ad.JVPTracer, _ad.LinearizeTracer)
 except (ImportError, AttributeError) as error:
     raise HorovodVersionMismatchError(
-        f"polyhvd.jax does not know this JAX ({jax.__version__}): {error}; install 0.6.2 or a later version"
+        f"polyhvd.jax does not support this JAX ({jax.__version__}): {error}; install 0.6.2 or later"
     ) from error
 
 #: Releases that crash in a program of JAX's own, which docs/jax.md shows.

@@ -39,7 +39,7 @@ def keep_calls_in_order(tensorflow_version: str) -> None:
     original = getattr(ops.Graph, "_create_op_helper", None)
     if original is None:
         raise HorovodVersionMismatchError(
-            f"polyhvd.tensorflow does not know this TensorFlow ({tensorflow_version}): calls of functions "
+            f"polyhvd.tensorflow does not support this TensorFlow ({tensorflow_version}): calls of functions "
             "cannot be kept in order; TensorFlow 2.13 and later are supported"
         )
 

@@ -16,7 +16,7 @@ _COPIES = _GRADIENT.replace("Differentiable for Average and Sum", "Differentiabl
 _SLICES = (
     "Of tf.IndexedSlices, whose rows may differ in number, the result is tf.IndexedSlices with the rows of "
     "all ranks; scaled integers are added up first, and have each index once. An average of integers has "
-    "floating-point numbers. Only Average and Sum are possible."
+    "floating-point numbers. Only Average and Sum are supported."
 )
 _DEVICE = (
     "accepted for compatibility with Horovod; collectives run on the host, and another device is refused."

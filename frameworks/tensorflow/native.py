@@ -41,7 +41,7 @@ def _load() -> tuple[Any, ctypes.CDLL]:
     problem = native.polyhvd_tensorflow_problem()
     if problem is not None:
         raise ImportError(
-            f"polyhvd.tensorflow does not know this TensorFlow ({tf.__version__}): it lacks "
+            f"polyhvd.tensorflow does not support this TensorFlow ({tf.__version__}): it lacks "
             f"{problem.decode()}; TensorFlow 2.13 and later are supported"
         )
     _exempt_from_ordering()

@@ -228,7 +228,7 @@ def convert_sync_batchnorm(
         The module, or what replaces it.
 
     Raises:
-        InvalidArgumentError: a lazy BatchNorm does not know its channels yet.
+        InvalidArgumentError: a lazy BatchNorm has no number of channels yet.
 
     Example::
 
@@ -254,7 +254,7 @@ def _converted(module: torch.nn.Module, process_set: ProcessSet, done: dict[int,
 def _replacement(module: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
     if any(torch.nn.parameter.is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise InvalidArgumentError(
-            f"{type(module).__name__} does not know its channels yet; run the model once before"
+            f"{type(module).__name__} has no number of channels yet; run the model once first"
         )
     result = SyncBatchNorm(
         module.num_features, module.eps, module.momentum, False, module.track_running_stats, process_set

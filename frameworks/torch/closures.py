@@ -1,4 +1,4 @@
-"""The loss that an optimizer's closure returns: the same on all ranks, so that all decide the same."""
+"""The loss that an optimizer's closure returns: the same on all ranks, so all make the same decisions."""
 
 from __future__ import annotations
 

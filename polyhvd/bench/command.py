@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--iterations",
         type=_positive,
         metavar="N",
-        help="iterations for each size; default: as many as take half a second",
+        help="iterations for each size; default: as many as run in half a second",
     )
     add("--warm-up", type=_positive, default=5, metavar="N", help="iterations before measuring; default: 5")
     add(
@@ -146,14 +146,14 @@ def _measure(options: argparse.Namespace, framework: Framework, file: Any) -> No
         speaker = polyhvd.rank() == 0
         table = Table(sys.stdout if speaker and options.json != "-" else None)
         link = limits.link()
-        table.head(framework, options, link)
+        table.head(framework, link)
         for op in options.op:
             table.op(op)
             for row in measure(framework, op, plan):
                 table.row(row)
-        table.foot(link)
+        table.foot()
         if speaker:
-            text = json.dumps(table.as_json(framework, link), indent=1)
+            text = json.dumps(table.as_json(framework), indent=1)
             print(text, file=sys.stdout if options.json == "-" else file, flush=True)
     finally:
         polyhvd.shutdown()

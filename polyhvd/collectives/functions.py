@@ -474,7 +474,7 @@ class Functions(Generic[T]):
             return own
         if isinstance(compression, type):
             raise InvalidArgumentError(
-                f"compression={compression.__name__}: its state would be gone after the call; "
+                f"compression={compression.__name__}: its state would be lost after the call; "
                 "pass an instance"
             )
         keyed: _Compressor = for_operation(name)

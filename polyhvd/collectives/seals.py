@@ -111,8 +111,8 @@ class Seals:
             PeerLostError: always.
         """
         reason = (
-            f"{self._label}: what rank {sender} sent to rank {self._rank} was changed, replayed or lost on "
-            "its way: it fails its MAC, and was not unpickled; look at the network between them"
+            f"{self._label}: what rank {sender} sent to rank {self._rank} was changed, replayed or lost in "
+            "transit: it fails its MAC, and was not unpickled; check the network between them"
         )
         self._world.engine.abort(reason)
         raise PeerLostError(reason)

@@ -474,7 +474,7 @@ class _Meeting:
     def _late(self, missing: str, meaning: str) -> str:
         return (
             f"rank {self._rank} waited {self._settings.start_timeout_s:g} s for {missing} "
-            f"(of {self._size}): {meaning}; POLYHVD_START_TIMEOUT sets the time"
+            f"(of {self._size}): {meaning}; POLYHVD_START_TIMEOUT sets the limit"
         )
 
 

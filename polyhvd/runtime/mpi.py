@@ -146,7 +146,7 @@ def start(runtime: _core.MpiRuntime, settings: Settings) -> None:
                 return
     except InvalidArgumentError as error:
         raise ConfigError(str(error)) from None
-    raise PeerLostError(waited % settings.start_timeout_s + "; POLYHVD_START_TIMEOUT sets the time")
+    raise PeerLostError(waited % settings.start_timeout_s + "; POLYHVD_START_TIMEOUT sets the limit")
 
 
 # Communicators of mpi4py -----------------------------------------------------

@@ -44,7 +44,7 @@ class Placement:
                 raise ValueError(f"POLYHVD_{what}={rank} is not below POLYHVD_{sized}={size}")
 
         if self.size > RANKS_MAX:
-            raise ValueError(f"POLYHVD_SIZE={self.size}: at most {RANKS_MAX} ranks are possible")
+            raise ValueError(f"POLYHVD_SIZE={self.size}: at most {RANKS_MAX} ranks are supported")
 
     def values(self) -> dict[str, int]:
         """The place that launchers pass to a rank, by the names of variables without their prefix."""

@@ -99,7 +99,7 @@ def not_recorded(call: str, name: str | None, why: str) -> InvalidArgumentError:
     """The error of a call whose result a new process cannot have."""
     subject = call if name is None else f"{call} {name!r}"
     return InvalidArgumentError(
-        f"{subject}: this process joins an elastic job that is running, and the other ranks are past this "
+        f"{subject}: this process joined an elastic job that is running, and the other ranks are past this "
         f"call. Its result was not recorded: {why}. Move the call into the function of elastic.run or "
         "elastic.train, or keep its result in the state"
     )

@@ -1,4 +1,4 @@
-"""What is said of an operation that runs and does not move, and how it ends."""
+"""What is said of a running operation that makes no progress, and how it ends."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import polyhvd.numpy as hvd
@@ -30,27 +29,19 @@ ELEMENTS = 8 << 20  # long enough for a rank to stop itself in the middle
 
 
 @pytest.fixture
-def start(pools: Any, fork_servers: Any) -> Iterator[Callable[..., Pool]]:
-    """Starts pools of this test alone: they are to be damaged."""
-    pools.close()
-    started: list[Pool] = []
-
-    def start(layout: str, *settings: tuple[str, str]) -> Pool:
+def start(start: Callable[[PoolSpec], Pool]) -> Callable[..., Pool]:
+    def start_layout(layout: str, *settings: tuple[str, str]) -> Pool:
         spec = LAYOUTS[layout]
-        spec = PoolSpec("numpy", spec.hosts, (*spec.settings, *settings))
-        started.append(Pool(spec, fork_servers))
-        return started[-1]
+        return start(PoolSpec("numpy", spec.hosts, (*spec.settings, *settings)))
 
-    yield start
-    for pool in started:
-        pool.kill()
+    return start_layout
 
 
 class Records(logging.Handler):
     """Tells the pool what is logged of operations that run."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "runs and does not move" in record.getMessage():
+        if "makes no progress" in record.getMessage():
             worker.note(record.getMessage())
 
 
@@ -89,7 +80,7 @@ def test_a_rank_that_stops_in_a_transfer_is_reported_and_may_go_on(
     report = pool.note(teller, REPORT_S)
     pool.signal(stopped, signal.SIGCONT)
     assert [pool.answer(rank)[0] for rank in range(pool.size)] == ["reduced"] * pool.size
-    assert "an operation runs and does not move: allreduce 'big', for " in report
+    assert "a running operation makes no progress: allreduce 'big', for " in report
     assert f"rank {teller} waits for rank {stopped} (pid {pool.pids[stopped]} on " in report
     assert f"\n  rank {stopped} (pid {pool.pids[stopped]} on " in report
     assert f"): stopped by a signal, such as SIGSTOP or Ctrl-Z; `kill -CONT {pool.pids[stopped]}`" in report
@@ -190,6 +181,6 @@ def test_after_the_shutdown_time_the_job_ends_on_every_rank(layout: str, start: 
     errors.append(pool.answer(stopped))
     for kind, message in errors[:stopped]:
         assert kind == "TransferTimeoutError", message
-        assert "stalled for too long: an operation runs and does not move: allreduce 'big', for " in message
+        assert "stalled for too long: a running operation makes no progress: allreduce 'big', for " in message
     assert errors[stopped][0] in ("TransferTimeoutError", "PeerLostError"), errors[stopped]
     assert any(f"rank {stopped} (pid {pool.pids[stopped]} on " in message for _, message in errors)

@@ -553,14 +553,15 @@ TEST_CASE("whatever waits for a departed rank is refused, by name, by id and agr
   }
   std::sort(messages.begin(), messages.end());
   const std::string cure =
-      "give every rank equally many batches, or call hvd.join() on every rank when its data end";
+      "give every rank the same number of batches, or call hvd.join() on every rank when its data "
+      "ends";
   CHECK(
       messages ==
       std::vector<std::string>{
           "allreduce 'agreed' needs rank 2, which has shut down",
           "allreduce 'asked' needs rank 2, which has shut down: it finished without any allreduce "
-          "of 'asked', while rank 1 is at its first: make the same calls on every rank; if it is "
-          "the data that differ, " +
+          "of 'asked', while rank 1 is at its first: make the same calls on every rank; if "
+          "only the amount of data differs, " +
               cure,
           "allreduce 'hit' needs rank 2, which has shut down: it finished after its 1st allreduce "
           "of 'hit', while rank 0 is at its 2nd: " +

@@ -790,7 +790,7 @@ TEST_CASE("an engine that is behind refuses what needs other ranks, with the lin
       text = failure.error().message;
     }
     CAPTURE(text);
-    CHECK(text.find("at train.py:7: rank 1 joins an elastic job that is running") !=
+    CHECK(text.find("at train.py:7: rank 1 joined an elastic job that is running") !=
           std::string::npos);
   }
   world.shutdown();

@@ -252,7 +252,7 @@ TEST_CASE(
   for (std::size_t i = 0; i < absent.size(); ++i) absent[i] = static_cast<int>(i) + 1;
   desk.waiting = {stalled("x", 61, {0}, absent)};
   CHECK(desk.begin()->ranks.size() == kRanksAskedMax);
-  CHECK(mentions(desk.report(), "ranks 257, 258 (pid 357; pid 358): not asked"));
+  CHECK(mentions(desk.report(), "ranks 257, 258 (pid 357; pid 358): not queried"));
 }
 
 TEST_CASE("a text is clipped between characters, and says by how much") {
@@ -264,7 +264,7 @@ TEST_CASE("a text is clipped between characters, and says by how much") {
     CHECK(cut.size() <= bytes_max);
     const std::size_t kept = cut.find('\n');
     CHECK(kept % 2 == 0);
-    CHECK(cut.substr(kept) == "\n... (" + std::to_string(text.size() - kept) + " bytes more)");
+    CHECK(cut.substr(kept) == "\n... (" + std::to_string(text.size() - kept) + " more bytes)");
   }
 }
 

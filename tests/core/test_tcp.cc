@@ -165,8 +165,9 @@ TEST_CASE("a message that was lost, came twice or overtook another is an error b
   const auto m = sent({"same", "same", "same"}, false);
   CHECK_FALSE(taking(m[0] + m[1] + m[2], {"same", "same", "same"}));
   CHECK(mentions(taking(m[1] + m[2], {"same"}), "some were lost"));
-  CHECK(mentions(taking(m[0] + m[0], {"same", "same"}), "one came twice"));
-  CHECK(mentions(taking(m[0] + m[2] + m[1], {"same", "same"}), "message 2 came where message 1"));
+  CHECK(mentions(taking(m[0] + m[0], {"same", "same"}), "one arrived twice"));
+  CHECK(
+      mentions(taking(m[0] + m[2] + m[1], {"same", "same"}), "message 2 arrived where message 1"));
 }
 
 TEST_CASE("a message that was cut short is found by its tail, not filled up with the next one") {
@@ -272,7 +273,7 @@ TEST_CASE("garbled last words are no last words") {
   Near near(wire);
   wire.put(words);
   wire.end();
-  CHECK(mentions(error_of([&] { near.parking.poll_now(); }), "garbled"));
+  CHECK(mentions(error_of([&] { near.parking.poll_now(); }), "corrupted"));
 }
 
 TEST_CASE("last words of somebody on the way, who can compute a checksum, are not believed") {

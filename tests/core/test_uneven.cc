@@ -25,8 +25,9 @@ TEST_CASE("a rank that has left is reported with its count and the next one's") 
       text_of_departed(OpKind::kAllreduce, "g", runs, std::array{0}, std::array{1, 2});
   CHECK(text ==
         "allreduce 'g' needs rank 0, which has shut down: it finished after its 120th allreduce of "
-        "'g', while ranks 1, 2 are at their 121st: give every rank equally many batches, or call "
-        "hvd.join() on every rank when its data end");
+        "'g', while ranks 1, 2 are at their 121st: give every rank the same number of batches, or "
+        "call "
+        "hvd.join() on every rank when its data ends");
 }
 
 TEST_CASE("a count that is not known is not reported") {
@@ -34,7 +35,7 @@ TEST_CASE("a count that is not known is not reported") {
   const auto text = text_of_uneven(OpKind::kAllgather, "g", runs, "it", std::array{3});
   CHECK(text.find("7th") == std::string::npos);
   CHECK(text.find("8th") == std::string::npos);
-  CHECK(text.starts_with(" it finished before an allgather of 'g' that rank 3 asks for: "));
+  CHECK(text.starts_with(" it finished before an allgather of 'g' that rank 3 waits for: "));
 }
 
 TEST_CASE("order is suspected only of ranks that wait for each other") {

@@ -56,7 +56,7 @@ def test_without_a_driver_a_tensor_on_a_gpu_is_refused_and_the_job_goes_on(tmp_p
     # The loader reads this variable when a process starts: ranks cannot be forks.
     with Pool(PoolSpec("numpy", (_RANKS,), (("LD_LIBRARY_PATH", str(tmp_path)),))) as pool:
         for rank, message in enumerate(pool.run(cases.refused_without_driver)):
-            for word in (f"rank {rank}", "libcuda.so.1", "cannot be loaded", "move it to the CPU"):
+            for word in (f"rank {rank}", "libcuda.so.1", "cannot be loaded", "move them to the CPU"):
                 assert word in message, message
 
 

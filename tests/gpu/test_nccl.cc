@@ -101,7 +101,7 @@ TEST_CASE("whatever stands in the way of NCCL is said of every rank that it conc
       {offer_of(22809, "a"), offer_of(0, ""), offer_of(22304, "b"), offer_of(22809, "a")});
   CHECK(text.find("rank 10 has no NCCL: libnccl.so.2: not there") != std::string::npos);
   CHECK(text.find("rank 20 has NCCL 2.23.4, and rank 0 2.28.9") != std::string::npos);
-  CHECK(text.find("rank 0 and rank 30 work on one GPU (a)") != std::string::npos);
+  CHECK(text.find("rank 0 and rank 30 use the same GPU (a)") != std::string::npos);
 }
 
 TEST_CASE("ranks share a GPU only if all of them may and NCCL can") {

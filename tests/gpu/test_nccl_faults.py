@@ -27,14 +27,14 @@ REQUIRED = ("POLYHVD_BACKENDS", "nccl")
 def test_ranks_on_one_gpu_are_staged_and_told_so_once(fallback: Pool) -> None:
     assert fallback.run(cases.routes) == [STAGED] * 2
     # The mailbox's thread writes it, perhaps after the result.
-    wait_until(lambda: "memory of the host" in fallback._ranks[0].shown_log(), "the warning")
+    wait_until(lambda: "through host memory" in fallback._ranks[0].shown_log(), "the warning")
     logs = [rank.shown_log() for rank in fallback._ranks]
     assert logs[0].count("rank 0 (") == 1, logs[0]
     for word in (
-        "work on one GPU (GPU-5e5e5e",
+        "use the same GPU (GPU-5e5e5e",
         "rank 1 (",
         "NCCL_MULTI_RANK_GPU_ENABLE=1",
-        "memory of the host",
+        "through host memory",
     ):
         assert word in logs[0]
     assert "GPU" not in logs[1]
@@ -54,7 +54,7 @@ def test_ranks_share_a_gpu_where_nccl_can_and_may(job: Job) -> None:
     [
         ((("POLYHVD_NCCL_LIBRARY", "libnccl.so.0"),), ["rank 0 (", "rank 1 (", "no NCCL", "libnccl.so.0"]),
         ((("POLYHVD_STAND_IN_NCCL_VERSION", "21304"),), ["it is NCCL 2.13.4", "2.14.0 or later"]),
-        ((("POLYHVD_STAND_IN_CUDA_DEVICES", "1"),), ["work on one GPU", "give each rank its own"]),
+        ((("POLYHVD_STAND_IN_CUDA_DEVICES", "1"),), ["use the same GPU", "assign one to each rank"]),
     ],
 )
 def test_where_nccl_is_required_every_rank_hears_why_it_cannot(
@@ -64,7 +64,7 @@ def test_where_nccl_is_required_every_rank_hears_why_it_cannot(
         results = pool.run(cases.refused)
     for kind, message in results:
         assert kind == "InvalidArgumentError"
-        for word in ("POLYHVD_BACKENDS asks for nccl", *words):
+        for word in ("POLYHVD_BACKENDS requires nccl", *words):
             assert word in message, message
 
 
@@ -108,7 +108,7 @@ def test_an_operation_that_never_ends_is_given_up_in_time(job: Job) -> None:
             for word in ("process set 0 of ranks 0, 1", "DATA_TIMEOUT"):
                 assert word in message, message
             # Of the operation itself, or of the next one, whose start NCCL does not end either.
-            assert "has not ended for 2 s" in message or "did not finish in time" in message, message
+            assert "has not finished for 2 s" in message or "did not finish in time" in message, message
             assert seconds < 10
 
 

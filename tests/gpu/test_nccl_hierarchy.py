@@ -122,7 +122,7 @@ def test_the_death_of_a_rank_on_another_host_frees_the_streams(job: Job) -> None
 
 
 @pytest.mark.parametrize(
-    ("fault", "word"), [("hang:1:3", "has not done in time"), ("error:1:3", "NCCL_DEBUG=WARN")]
+    ("fault", "word"), [("hang:1:3", "did not finish the earlier work"), ("error:1:3", "NCCL_DEBUG=WARN")]
 )
 def test_a_fault_of_nccl_within_hosts_is_told_on_every_rank(job: Job, fault: str, word: str) -> None:
     with job(BY_LEVELS, ("POLYHVD_DATA_TIMEOUT_SECONDS", "3"), hosts=HOSTS) as pool:

@@ -154,13 +154,14 @@ TEST_CASE("a driver that cannot be loaded is a refusal that says what to do") {
   CHECK(error.code == ErrorCode::kInvalidArgument);
   CHECK(error.message.find("rank 3") != std::string::npos);
   CHECK(error.message.find("libcuda-of-nobody.so") != std::string::npos);
-  CHECK(error.message.find("move it to the CPU") != std::string::npos);
+  CHECK(error.message.find("move them to the CPU") != std::string::npos);
 }
 
 TEST_CASE("a GPU that is not there is a refusal that says how many are") {
   const Error error = error_of([] { context_of(7); });
   CHECK(error.code == ErrorCode::kInvalidArgument);
-  CHECK(error.message.find("no GPU 7; the driver shows 4") != std::string::npos);
+  CHECK(error.message.find("GPU 7 does not exist; number of GPUs that the driver reports: 4") !=
+        std::string::npos);
 }
 
 TEST_CASE("GPUs are told apart by their names and numbers") {
@@ -198,7 +199,7 @@ TEST_CASE("a rank works on the GPU that it has used first") {
   CHECK(devices.own(DeviceKind::kCuda) == Device{DeviceKind::kCuda, 0});
   const Error error = error_of([&] { devices.record({DeviceKind::kCuda, 1}, nullptr); });
   CHECK(error.code == ErrorCode::kInvalidArgument);
-  CHECK(error.message.find("rank 5 has worked on GPU 0") != std::string::npos);
+  CHECK(error.message.find("rank 5 has used GPU 0") != std::string::npos);
   CHECK(devices.allocate({DeviceKind::kCuda, 0}, 0) == nullptr);
 }
 

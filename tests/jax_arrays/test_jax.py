@@ -150,7 +150,7 @@ def test_one_core_is_enough_and_an_array_on_two_devices_too_much() -> None:
         assert (total(slow(jnp.ones((1000, 1000)))) == hvd.size()).all()
     mesh = jax.sharding.Mesh(jax.devices(), "x")
     spread = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
-    with pytest.raises(TypeError, match="lies on 2 devices"):
+    with pytest.raises(TypeError, match="is on 2 devices"):
         hvd.allreduce(spread)
     with pytest.raises(ValueError, match="more than 1 device"):
         jax.jit(VERBS["allreduce"])(spread)

@@ -278,7 +278,7 @@ except ValueError as error:
 def test_less_than_a_serialised_mpi_is_refused(write: Write) -> None:
     script = write(THREADS)
     _, out, err = jobs.run(script, 2, arguments=("funneled",), POLYHVD_BACKENDS="mpi")
-    assert out.count("was initialised by other code with MPI_THREAD_FUNNELED") == 2, out + err
+    assert out.count("was initialized by other code with MPI_THREAD_FUNNELED") == 2, out + err
     _, out, err = jobs.run(script, 2, arguments=("serialized",), POLYHVD_BACKENDS="mpi")
     assert worked(out) == [("0", "False", "True"), ("1", "False", "True")], out + err
 

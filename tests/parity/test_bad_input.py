@@ -228,9 +228,9 @@ def use_bad_sets(name: str) -> None:
     size = hvd.size()
     added = hvd.add_process_set([0])
     for ranks, wanted in (
-        ([0], f"set {added.process_set_id} already"),
+        ([0], f"already is process set {added.process_set_id};"),
         ([size], "world"),
-        (range(size), "set 0 already"),
+        (range(size), "already are process set 0;"),
     ):
         with pytest.raises(ValueError, match=wanted):
             hvd.add_process_set(list(ranks))

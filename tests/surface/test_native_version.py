@@ -35,7 +35,7 @@ for version in (None, 6, 8):
     try:
         hvd.init()
     except HorovodVersionMismatchError as error:
-        expected = f"version {{version or 0}} of polyhvd's C interface, and the core version 7"
+        expected = f"version {{version or 0}} of polyhvd's C interface, and the core has version 7"
         assert expected in str(error), error
         assert "reinstall polyhvd" in str(error), error
     else:

@@ -194,9 +194,9 @@ def test_what_is_wrong_with_such_a_folder_is_said(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_said_and_leaves_nothing_behind(full: Path) -> None:
     text = said_of_a_dump(POLYHVD_FLIGHT_DIR=str(full))
-    assert "cannot write a file of the last operations" in text
+    assert "cannot write the last operations to a file" in text
     assert "No space left on device" in text
-    assert "POLYHVD_FLIGHT_DIR names another folder" in text
+    assert "set POLYHVD_FLIGHT_DIR to another folder" in text
     assert [path.name for path in full.iterdir()] == ["filling"]
 
 

@@ -260,9 +260,9 @@ void AttachedGroup::check(int error, const Neighbour& with, Deadline deadline) {
   // Who has ended will never get so far; the wait ends as soon as that is noticed.
   if (error == ESRCH) group_.await_reduced_by(with.member, group_.step() + 1, deadline);
   throw Failure(ErrorCode::kInternal,
-                "cannot get at the tensors of rank " + std::to_string(rank) + " (process " +
+                "cannot access the tensors of rank " + std::to_string(rank) + " (process " +
                     std::to_string(with.process) + "): " + std::strerror(error) +
-                    "; with POLYHVD_CMA=0 ranks hand tensors over in shared memory");
+                    "; with POLYHVD_CMA=0, ranks exchange tensors through shared memory");
 }
 
 }  // namespace polyhvd::host

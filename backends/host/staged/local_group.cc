@@ -53,10 +53,9 @@ int LocalGroup::world_rank(int local) const {
 }
 
 void LocalGroup::fail_late(int rank) const {
-  throw Failure(ErrorCode::kTimeout,
-                "rank " + std::to_string(rank) +
-                    " has agreed to the transfer but does not take part in it in time; it may "
-                    "be suspended, or short of a processor");
+  throw Failure(ErrorCode::kTimeout, "rank " + std::to_string(rank) +
+                                         " agreed to the transfer but did not take part in it in "
+                                         "time; it may be suspended, or get too little CPU time");
 }
 
 // All execute removals, and in the same order: no rank that is still before that one waits for us.

@@ -105,7 +105,9 @@ class TfDataServiceConfig:
         """
         names = {field.name for field in fields(TfDataServiceConfig)}
         if wrong := names.symmetric_difference(config) - {"timeout"}:
-            raise ValueError(f"no configuration of tf.data's service: missing or unknown are {sorted(wrong)}")
+            raise ValueError(
+                f"not a configuration of tf.data's service: missing or unknown keys: {sorted(wrong)}"
+            )
         listed = config["addresses"].items()
         addresses = {name: [(str(host), int(port)) for host, port in items] for name, items in listed}
         values = {**config, "key": bytes.fromhex(config["key"]), "addresses": addresses}

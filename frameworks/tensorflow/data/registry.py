@@ -134,7 +134,7 @@ class ComputeService:
 
     def _warn(self) -> None:
         _LOG.warning(
-            "tf.data's service: no training process has connected within %g s; it goes on waiting until "
+            "tf.data's service: no training process has connected within %g s; it keeps waiting until "
             "one has connected and ended, or until Ctrl-C",
             _WARN_S,
         )

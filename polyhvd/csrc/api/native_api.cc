@@ -23,14 +23,14 @@ template <class Enum>
 Enum checked(std::int32_t value, Enum last, const char* what) {
   if (value < 0 || value > static_cast<std::int32_t>(last)) {
     refuse("a native adapter's submission has no " + std::string(what) + " " +
-           std::to_string(value) + ", a mistake of the adapter");
+           std::to_string(value) + ", an error in the adapter");
   }
   return static_cast<Enum>(value);
 }
 
 void require(bool holds, const char* what) {
   if (!holds) {
-    refuse(std::string("a native adapter's submission ") + what + ", a mistake of the adapter");
+    refuse(std::string("a native adapter's submission ") + what + ", an error in the adapter");
   }
 }
 
@@ -114,8 +114,8 @@ void NativeApi::require_generation(std::uint64_t made_for, OpKind kind, const ch
   text += name == nullptr || *name == '\0' ? " without a name" : " '" + std::string(name) + "'";
   text += " was made for generation " + std::to_string(made_for) +
           " of the world, which has ended; generation " + std::to_string(generation()) +
-          " is running now. Compute it again: what was begun before a shutdown() cannot be "
-          "continued after the next init()";
+          " is running now. Compute it again: an operation that was started before a shutdown() "
+          "cannot be continued after the next init()";
   throw Failure(ErrorCode::kPeerLost, std::move(text));
 }
 

@@ -115,7 +115,7 @@ void Coordinator::add_request(Request request, Time now) {
   if (refuse_if_doomed(request)) return;
   const auto position = sets_.position(request.process_set, request.rank);
   if (!position) {
-    fail_protocol({"rank ", std::to_string(request.rank), " asked for '", request.name,
+    fail_protocol({"rank ", std::to_string(request.rank), " requested '", request.name,
                    "' in process set ", std::to_string(request.process_set),
                    ", which it is not in"});
   }
@@ -139,9 +139,11 @@ void Coordinator::add_request(Request request, Time now) {
 
 void Coordinator::add_subtree_request(const Request& request, const Subtree& from, Time now) {
   if (refuse_if_doomed(request)) return;
-  if (request.turn != 0) fail_protocol({"'", request.name, "' was asked for by several at once"});
+  if (request.turn != 0) {
+    fail_protocol({"'", request.name, "' was requested by several ranks at once"});
+  }
   if (!sets_.contains(request.process_set) || from.members(request.process_set).empty()) {
-    fail_protocol({"'", request.name, "' was asked for in process set ",
+    fail_protocol({"'", request.name, "' was requested in process set ",
                    std::to_string(request.process_set), " by ranks that are not in it"});
   }
   const Key key{request.process_set, request.name};
@@ -200,7 +202,7 @@ void Coordinator::ask_again(int rank, CacheId id, Turn turn) {
 void Coordinator::add_answer(int rank) {
   const auto found = resends_.find(rank);
   if (found == resends_.end()) {
-    fail_protocol({"rank ", std::to_string(rank), " answered what it was not asked"});
+    fail_protocol({"rank ", std::to_string(rank), " answered a question that it was not asked"});
   }
   if (--found->second > 0) return;
   resends_.erase(found);
@@ -325,17 +327,18 @@ std::string Coordinator::why_not_add(const Agreement& agreement) const {
   std::vector<int> ranks;
   for (const Shape& rank : agreement.shapes) ranks.push_back(static_cast<int>(rank.at(0)));
   if (const auto id = sets_.find(ranks)) {
-    return concat({text_of_ranks(ranks), ranks.size() == 1 ? " is" : " are", " process set ",
-                   std::to_string(*id), " already; use that one, or ask process_set_of() for it"});
+    return concat({text_of_ranks(ranks), ranks.size() == 1 ? " already is" : " already are",
+                   " process set ", std::to_string(*id),
+                   "; use that one, or get it from process_set_of()"});
   }
   const auto adds = [this](CacheId id) {
     return known_.at(id).agreement->kind == OpKind::kAddProcessSet;
   };
   const auto coming = static_cast<std::size_t>(std::ranges::count_if(ready_, adds));
   if (sets_.size() + coming >= kProcessSetsMax) {
-    return concat({"there are ", std::to_string(kProcessSetsMax),
-                   " process sets, the global one included, which is all that there is room for; "
-                   "remove one before"});
+    return concat(
+        {"there are ", std::to_string(kProcessSetsMax),
+         " process sets, including the global one, which is the limit; remove one first"});
   }
   try {
     ProcessSets(sets_.world_size()).add(std::move(ranks));
@@ -357,23 +360,25 @@ std::optional<Error> Coordinator::fill_in(Agreement& agreement, std::span<const 
     case OpKind::kAllgather:
       if (add_up_rows(agreement, requests, present, members.size())) break;
       return refuse(
-          "a tensor without a first dimension, or too many rows; reshape it before gathering.");
+          "a tensor has no first dimension, or there are too many rows; reshape it before "
+          "allgather.");
     case OpKind::kAlltoall:
       if (clear_rows(agreement)) break;
-      return refuse("a tensor without a first dimension; reshape it to [1].");
+      return refuse("a tensor has no first dimension; reshape it to [1].");
     case OpKind::kBroadcast:
       if (const auto root = position_in(members, agreement.root);
           root && present.contains(static_cast<std::size_t>(*root))) {
         break;
       }
-      return refuse(concat({"its root, rank ", std::to_string(agreement.root),
-                            ", has joined and has nothing to send; name a root that goes on."}));
+      return refuse(
+          concat({"its root, rank ", std::to_string(agreement.root),
+                  ", has called join() and has nothing to send; choose a root that has not."}));
     case OpKind::kAllreduce:
     case OpKind::kReducescatter:
       if (complete || agreement.op != ReduceOp::kProduct || agreement.scale.pre == 1.0) break;
       return refuse(
-          "a Product with a prescale_factor has no neutral element for ranks that have joined; "
-          "scale the tensors before.");
+          "a Product with a prescale_factor has no neutral element for ranks that have called "
+          "join(); scale the tensors before the call.");
     case OpKind::kJoin:
       agreement.root = last_joined_;
       break;

@@ -59,7 +59,7 @@ bool FrameReader::next(std::string& payload) {
   // Before the length is believed: waiting for bytes that are never sent has no end.
   if (crc_of(header, count_) != header.crc || header.length > kFrameBytesMax) {
     throw Failure(ErrorCode::kPeerLost,
-                  "the header of a frame fails its checksum: bytes were changed, lost or put in");
+                  "the header of a frame fails its checksum: bytes were changed, lost or inserted");
   }
   if (unread.size() - kFrameHeaderBytes < header.length) return false;
   ++count_;
@@ -67,7 +67,7 @@ bool FrameReader::next(std::string& payload) {
   received_.consume(kFrameHeaderBytes + header.length);
   if (crc32c(std::as_bytes(std::span(payload))) != header.payload_crc) {
     throw Failure(ErrorCode::kPeerLost,
-                  "a frame fails its checksum: bytes were changed, lost or put in");
+                  "a frame fails its checksum: bytes were changed, lost or inserted");
   }
   return true;
 }

@@ -49,7 +49,7 @@ ProcessSetId ProcessSets::add(std::vector<int> ranks) {
   if (sets_.size() >= kProcessSetsMax) {
     throw Failure(ErrorCode::kInvalidArgument,
                   "there are " + std::to_string(kProcessSetsMax) +
-                      " process sets, which is all that there is room for; remove one before");
+                      " process sets, which is the limit; remove one first");
   }
   // One that was used is preferred: memory that was never touched takes none.
   Place place{.index = sets_.size()};
@@ -89,7 +89,7 @@ const ProcessSets::Set& ProcessSets::find(ProcessSetId id) const {
   const auto found = removed_.find(id);
   if (found == removed_.end()) {
     throw Failure(ErrorCode::kInternal,
-                  "process set " + std::to_string(id) + " is not known, or no longer");
+                  "process set " + std::to_string(id) + " is unknown, or was removed");
   }
   return found->second;
 }

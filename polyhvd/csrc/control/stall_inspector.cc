@@ -92,7 +92,7 @@ std::string clipped(std::string text, std::size_t bytes_max) {
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;  // whole UTF-8
   const std::size_t left_out = text.size() - end;
   text.resize(end);
-  return text + concat({"\n... (", std::to_string(left_out), " bytes more)"});
+  return text + concat({"\n... (", std::to_string(left_out), " more bytes)"});
 }
 
 std::string text_of_stalled(std::span<const Stalled> stalled) {
@@ -249,12 +249,12 @@ std::string StallInspector::text_of_finished(std::span<const Stalled> stalled) c
 std::string StallInspector::text_of_answers(const std::vector<int>& ranks) const {
   Groups groups;
   for (const int rank : ranks) {
-    std::string answer = "not asked: ranks before it were too many";
+    std::string answer = "not queried: only the first ranks of many are";
     if (std::ranges::count(inquiry_.ranks, rank) > 0) {
       const auto found = answers_.find(rank);
       answer = "no answer in time";
       answer += found == answers_.end()
-                    ? ": it, or a rank between it and rank 0, is stopped, cut off or very slow"
+                    ? ": it, or a rank between it and rank 0, is stopped, disconnected or very slow"
                     : ", but " + found->second.text;
       if (found != answers_.end() && found->second.conclusive) answer = found->second.text;
     }

@@ -8,7 +8,8 @@ namespace polyhvd {
 namespace {
 
 constexpr std::string_view kCure =
-    "give every rank equally many batches, or call hvd.join() on every rank when its data end";
+    "give every rank the same number of batches, or call hvd.join() on every rank when its data "
+    "ends";
 
 bool waits_for_another(const Stalled& a, const Stalled& b) {
   return std::ranges::any_of(
@@ -42,19 +43,19 @@ std::string text_of_uneven(OpKind kind, std::string_view name, const RunCount& r
   const std::string others = text_of_ranks(waiting);
   const bool one = waiting.size() == 1;
   if (kind == OpKind::kJoin) {
-    return concat({" ", pronoun, " finished without hvd.join(), which ", others,
-                   one ? " has" : " have",
-                   " called: call it on every rank when its data end, also on the last one"});
+    return concat(
+        {" ", pronoun, " finished without hvd.join(), which ", others, one ? " has" : " have",
+         " called: call it on every rank when its data ends, including the last rank to finish"});
   }
   if (!runs.is_exact || changes_membership(kind)) {
     return concat({" ", pronoun, " finished before an ", what, " that ", others,
-                   one ? " asks" : " ask", " for: ", kCure});
+                   one ? " waits" : " wait", " for: ", kCure});
   }
   if (runs.count == 0) {
-    return concat({" ", pronoun, " finished without any ", what, ", while ", others,
-                   one ? " is at its" : " are at their",
-                   " first: make the same calls on every rank; if it is the data that differ, ",
-                   kCure});
+    return concat(
+        {" ", pronoun, " finished without any ", what, ", while ", others,
+         one ? " is at its" : " are at their",
+         " first: make the same calls on every rank; if only the amount of data differs, ", kCure});
   }
   const std::string_view possessive = pronoun == "they" ? "their " : "its ";
   return concat({" ", pronoun, " finished after ", possessive, ordinal(runs.count), " ", what,
@@ -82,17 +83,15 @@ std::string text_of_order(std::span<const Stalled> stalled) {
       const Stalled& b = stalled[k];
       if (!waits_for_another(a, b) || !waits_for_another(b, a)) continue;
       const bool in_order = a.ready_ranks <= b.ready_ranks;
-      return concat(
-          {"\n  they wait for each other: ", place_of(in_order ? a : b), ", ",
-           place_of(in_order ? b : a),
-           ".\n    Either the ranks make these calls in different order: make them in the same "
-           "order "
-           "on every rank. With PyTorch's optimizer backward() ends when the gradients are "
-           "reduced, "
-           "so an allreduce() between backward() and step() on one rank and before backward() on "
-           "another waits for ever."
-           "\n    Or they have different numbers of batches: ",
-           kCure, "."});
+      return concat({"\n  they wait for each other: ", place_of(in_order ? a : b), ", ",
+                     place_of(in_order ? b : a),
+                     ".\n    Either the ranks make these calls in a different order: make them in "
+                     "the same order on every rank. With PyTorch's optimizer, backward() ends when "
+                     "the gradients are reduced, so an allreduce() between backward() and step() "
+                     "on one rank and before backward() on "
+                     "another waits for ever."
+                     "\n    Or they have different numbers of batches: ",
+                     kCure, "."});
     }
   }
   return "";

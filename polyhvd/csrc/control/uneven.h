@@ -16,9 +16,9 @@ namespace polyhvd {
 std::string ordinal(std::uint64_t number);
 
 // Why an operation that `waiting` ask for cannot run: " it finished after its 120th allreduce of
-// 'x', while rank 1 is at its 121st: give every rank equally many batches, ...". `runs` is how
-// often the operation has been agreed on before; nothing where that is unknown. `pronoun` stands
-// for the ranks that have left: "it" or "they".
+// 'x', while rank 1 is at its 121st: give every rank the same number of batches, ...". `runs` is
+// how often the operation has been agreed on before; nothing where that is unknown. `pronoun`
+// stands for the ranks that have left: "it" or "they".
 std::string text_of_uneven(OpKind kind, std::string_view name, const RunCount& runs,
                            std::string_view pronoun, std::span<const int> waiting);
 

@@ -96,7 +96,7 @@ Backend& Engine::backend_for(const Submission& s) const {
     if (std::ranges::all_of(s.inputs, takes)) return *backend;
   }
   throw Failure(ErrorCode::kInvalidArgument,
-                std::string(name_of(s.kind)) + " '" + s.name + "': no backend does " +
+                std::string(name_of(s.kind)) + " '" + s.name + "': no backend supports " +
                     std::string(name_of(s.op)) + " of " + std::string(name_of(dtype)) +
                     (device.kind == DeviceKind::kCuda ? " on a GPU" : "") +
                     "; cast the tensor or choose another operation");
@@ -108,7 +108,7 @@ void Engine::take_from_device(Submission& s) const {
     throw Failure(ErrorCode::kInvalidArgument,
                   std::string(name_of(s.kind)) + " '" + s.name + "': " + why);
   };
-  if (!parts_.devices) refuse("this job serves no tensors on GPUs; move them to the CPU");
+  if (!parts_.devices) refuse("this job does not support tensors on GPUs; move them to the CPU");
   for (const auto* tensors : {&s.inputs, &s.outputs}) {
     for (const TensorView& tensor : *tensors) {
       if (tensor.device != device) refuse("its tensors are on several devices; move them to one");
@@ -127,13 +127,13 @@ OperationPtr Engine::run_behind(Submission submission,
     if (!place.empty()) place.insert(0, " at ");
     throw Failure(ErrorCode::kInvalidArgument,
                   subject(s.kind, s.name) + place + ": rank " + std::to_string(rank_) +
-                      " joins an elastic job that is running, and the other ranks are past this "
-                      "call, in a function of elastic.run or elastic.train; " +
+                      " joined an elastic job that is running, and the other ranks are past this "
+                      "call, inside elastic.run or elastic.train; " +
                       cure);
   };
   if (s.kind == OpKind::kAddProcessSet) refuse("pass the process set to init(process_sets=[...])");
   if (s.kind != OpKind::kBroadcast && s.kind != OpKind::kBarrier) {
-    refuse("move it into that function, or keep its result in the state");
+    refuse("move the call into the elastic function, or keep its result in the state");
   }
   queue_.require_valid(s);
   for (std::size_t i = 0; i < s.inputs.size(); ++i) {
@@ -292,7 +292,7 @@ void Engine::check_health() {
   if (options_.mailbox) options_.mailbox->tick();
   stall_watch_->check(executing_);
   const auto now = Clock::now();
-  if (running_watch_.check(now)) flight_.write("an operation runs and does not move");
+  if (running_watch_.check(now)) flight_.write("a running operation makes no progress");
   controller_->beat(now);
   for (const auto& [key, communicator] : communicators_) communicator->check();
   parts_.liveness->move_along(queue_.pending() > 0);
@@ -641,8 +641,9 @@ void Engine::gather() const {
 
 void Engine::tune(const Tuning& tuning) {
   if (rank_ != 0) {
-    throw Failure(ErrorCode::kInvalidArgument,
-                  "tune(): only rank 0 tunes, for all; this is rank " + std::to_string(rank_));
+    throw Failure(
+        ErrorCode::kInvalidArgument,
+        "tune(): only rank 0 may call it, for all ranks; this is rank " + std::to_string(rank_));
   }
   tuner_.want(tuning);
 }
@@ -651,7 +652,7 @@ void Engine::notify(std::uint32_t notice) {
   if (rank_ != 0) {
     throw Failure(
         ErrorCode::kInvalidArgument,
-        "notify(): only rank 0 may call it, for all; this is rank " + std::to_string(rank_));
+        "notify(): only rank 0 may call it, for all ranks; this is rank " + std::to_string(rank_));
   }
   tuner_.notify(notice);
 }

@@ -156,7 +156,7 @@ Segment Executor::output_of(Operation& operation, std::size_t index, const Shape
   }
   if (s.outputs[index].shape != shape || s.outputs[index].dtype != dtype) {
     throw Failure(ErrorCode::kInternal,
-                  "the output given for '" + s.name + "' has not the agreed shape");
+                  "the output passed for '" + s.name + "' does not have the agreed shape");
   }
   return segment_of(s.outputs[index]);
 }

@@ -29,7 +29,7 @@ std::string describe(const Submission& s) {
   throw Failure(ErrorCode::kInvalidArgument,
                 std::string(name_of(s.kind)) + " '" + s.name.substr(0, shown) +
                     "...': the name has " + std::to_string(s.name.size()) + " bytes; at most " +
-                    std::to_string(kNameBytesMax) + " are possible: use a shorter one");
+                    std::to_string(kNameBytesMax) + " are allowed: use a shorter one");
 }
 
 std::size_t bytes_of(const TensorView& tensor) {
@@ -50,7 +50,8 @@ std::string to_string(const Shape& shape) {
 void OpQueue::check_membership(const Submission& s) const {
   if (joined_) {
     invalid(s, "rank " + std::to_string(rank_) +
-                   " has joined and takes part in nothing until all ranks have; wait for join()");
+                   " has called join(), and cannot take part in operations until all ranks have; "
+                   "wait for join()");
   }
   if (!sets_.contains(s.process_set)) {
     if (s.process_set < sets_.added()) {
@@ -83,7 +84,7 @@ void OpQueue::check(const Submission& s) const {
     const TensorView& in = s.inputs[i];
     if (in.shape.size() > static_cast<std::size_t>(kTensorRankMax)) {
       invalid(s, "a tensor has " + std::to_string(in.shape.size()) + " dimensions; at most " +
-                     std::to_string(kTensorRankMax) + " are possible");
+                     std::to_string(kTensorRankMax) + " are supported");
     }
     if (in.shape.empty() && (has_own_rows(s.kind) || s.kind == OpKind::kReducescatter)) {
       invalid(s, "a scalar has no first dimension; reshape it to [1]");
@@ -122,7 +123,7 @@ void OpQueue::check_splits(const Submission& s) const {
   }
   if (static_cast<std::int64_t>(s.numbers.size()) != members) {
     invalid(s, "splits has " + std::to_string(s.numbers.size()) + " entries for " +
-                   std::to_string(members) + " ranks; give one for each");
+                   std::to_string(members) + " ranks; pass one for each rank");
   }
   std::int64_t sum = 0;
   for (const std::int64_t part : s.numbers) {

@@ -13,7 +13,7 @@ std::optional<ProcessState> process_state(int pid) {
   std::string line;
   if (!std::getline(file, line)) {
     if (access("/proc/self/stat", R_OK) != 0) return std::nullopt;
-    return ProcessState{false, "dead: its process is gone"};
+    return ProcessState{false, "dead: its process no longer exists"};
   }
   // "812 (name) S ...", and the name may hold anything.
   const std::size_t end = line.rfind(") ");
@@ -21,7 +21,7 @@ std::optional<ProcessState> process_state(int pid) {
   switch (line[end + 2]) {
     case 'T':
       return ProcessState{false, "stopped by a signal, such as SIGSTOP or Ctrl-Z; `kill -CONT " +
-                                     std::to_string(pid) + "` lets it go on"};
+                                     std::to_string(pid) + "` resumes it"};
     case 't':
       return ProcessState{false, "stopped by a debugger"};
     case 'Z':

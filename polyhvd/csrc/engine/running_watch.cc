@@ -56,7 +56,7 @@ RunningWatch::Report RunningWatch::report(Time now) const {
       std::to_string(std::chrono::duration_cast<std::chrono::seconds>(now - moved_at_).count());
   const Submission& first = work_->operations[0]->submission;
   const std::size_t others = work_->operations.size() - 1;
-  std::string text = "an operation runs and does not move: " + subject(first.kind, first.name);
+  std::string text = "a running operation makes no progress: " + subject(first.kind, first.name);
   if (others > 0) text += concat({" and ", std::to_string(others), " more in its batch"});
   if (first.process_set != kWorld) {
     text += " of process set " + std::to_string(first.process_set);
@@ -76,8 +76,8 @@ RunningWatch::Report RunningWatch::report(Time now) const {
   }
   if (found == 0) {
     text +=
-        "\n  no other rank of this host is stopped or dead; look at the rank that is waited for, "
-        "which may be stopped, swapped out or cut off, or wait for such a one itself";
+        "\n  no other rank of this host is stopped or dead; check the rank that this one waits "
+        "for: it may be stopped, swapped out or disconnected, or be waiting for such a rank itself";
   }
   return {std::move(text), found > 0};
 }

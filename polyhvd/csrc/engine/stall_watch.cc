@@ -72,9 +72,8 @@ void StallWatch::finish_answer(Time now) {
   answering_ = false;
   if (!stacks) {
     stacks =
-        "but its interpreter does not answer: a function in C holds its lock, or the process gets "
-        "too "
-        "little CPU time\n";
+        "but its Python interpreter does not respond: native code holds the GIL, or the process "
+        "gets too little CPU time\n";
     *stacks += mailbox_->dump_stacks();
   }
   const std::size_t end = std::min(stacks->find('\n'), stacks->size());

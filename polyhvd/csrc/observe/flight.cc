@@ -127,8 +127,8 @@ void FlightDump::Desk::put_down(const std::string& content, bool is_loss) {
   const std::string why = path.empty() ? std::strerror(errno) : "";
   if (!std::exchange(reported, true)) {
     if (path.empty()) {
-      log(name + ": cannot write a file of the last operations in " + place.root + ": " + why +
-          "; POLYHVD_FLIGHT_DIR names another folder");
+      log(name + ": cannot write the last operations to a file in " + place.root + ": " + why +
+          "; set POLYHVD_FLIGHT_DIR to another folder");
     } else {
       (is_loss ? loss_log : log)(name + ": the last operations are in " + path +
                                  "; `polyhvd flight` compares the ranks' files");

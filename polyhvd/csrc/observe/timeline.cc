@@ -42,7 +42,7 @@ void Timeline::take_over(std::unique_ptr<TimelineWriter> writer, std::string hea
 // Of what control_mutex_ guards.
 void Timeline::require_stopped() const {
   if (!thread_.joinable()) return;
-  throw Failure(ErrorCode::kInvalidArgument, "the timeline is running already, into " +
+  throw Failure(ErrorCode::kInvalidArgument, "a timeline is already being written to " +
                                                  writer_->path() + "; call stop_timeline() first");
 }
 

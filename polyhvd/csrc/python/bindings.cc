@@ -312,8 +312,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     const py::object type =
         py::module_::import("polyhvd.errors").attr("HorovodVersionMismatchError");
     PyErr_Format(type.ptr(),
-                 "the adapter's native library speaks version %u of polyhvd's C interface, and the "
-                 "core version %u: they are of different installations; reinstall polyhvd",
+                 "the adapter's native library uses version %u of polyhvd's C interface, and the "
+                 "core has version %u: they are from different installations; reinstall polyhvd",
                  version, static_cast<unsigned>(POLYHVD_C_API_VERSION));
     throw py::error_already_set();
   }
@@ -478,7 +478,7 @@ PYBIND11_MODULE(_core, m) {
       .def_buffer([](PyBuffer& self) {
         const OwnedBuffer& b = *self.buffer;
         if (b.device().kind != DeviceKind::kCpu) {
-          throw py::buffer_error("the memory is on a GPU; take it by DLPack");
+          throw py::buffer_error("the memory is on a GPU; get it through DLPack");
         }
         const auto bytes =
             element_count(b.shape()) * static_cast<std::int64_t>(item_size(b.dtype()));

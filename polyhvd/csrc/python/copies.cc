@@ -54,7 +54,8 @@ class Pairs {
     const std::size_t count = ones.size();
     if (others.size() != count) {
       throw py::value_error(std::to_string(count) + " tensors and " +
-                            std::to_string(others.size()) + " others; expected as many");
+                            std::to_string(others.size()) +
+                            " others; expected the same number of both");
     }
     held_.reserve(2 * count);
     for (std::size_t i = 0; i < count; ++i) {

@@ -89,7 +89,7 @@ TensorView view_of(const DLTensor& t) {
   if (t.device.device_type == kDlpackCuda) {
     view.device = {DeviceKind::kCuda, t.device.device_id};
   } else if (t.device.device_type != kDlpackCpu) {
-    throw py::type_error("the tensor is on a device of DLPack's type " +
+    throw py::type_error("the tensor is on a device of DLPack type " +
                          std::to_string(t.device.device_type) +
                          ", expected one on the CPU or an NVIDIA GPU");
   }
@@ -162,7 +162,8 @@ void register_dlpack_exchange(py::type type, py::capsule capsule) {
   const auto* api = static_cast<const DLPackExchangeAPI*>(capsule.get_pointer());
   if (api->header.version.major != 1) {
     throw py::value_error("DLPack exchange API of version " +
-                          std::to_string(api->header.version.major) + "; known is 1");
+                          std::to_string(api->header.version.major) +
+                          "; only version 1 is supported");
   }
   exchange_entries().push_back({reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr()), api});
 }
