@@ -33,9 +33,8 @@ FIRST = (
     ),
     "tests/examples",
     "tests/launch/test_kubernetes.py",
-    "tests/rendezvous",
 )
-SECOND = ("tests/launch", "tests/elastic")
+SECOND = ("tests/launch", "tests/elastic", "tests/rendezvous")
 #: Tests of tf_keras, which has an environment of the matrix, and of the sources, which make check has.
 ELSEWHERE = (
     "tests/tensorflow/test_tensorflow_keras2.py",
