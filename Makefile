@@ -148,7 +148,7 @@ asan: build/core/asan/run stand-ins
 # They compute in one thread, and take a third of the time.
 ONE_THREAD := *test_coordinator.cc,*test_kernels.cc,*test_sketch.cc
 
-##@ tsan     the same under ThreadSanitizer, without tests that have one thread alone
+##@ tsan     the same under ThreadSanitizer, without tests that have only one thread
 tsan: build/core/tsan/run stand-ins
 	TSAN_OPTIONS=halt_on_error=1 build/core/tsan/run --source-file-exclude='$(ONE_THREAD)'
 
@@ -268,7 +268,7 @@ BENCH ?=
 bench: $(STAMPS)/test
 	$(PY) -m benchmarks $(BENCH)
 
-##@ bench-peers  Ray Train and Horovod in environments of their own, beside which elastic jobs are measured
+##@ bench-peers  Ray Train and Horovod in separate environments, to measure elastic jobs beside them
 .PHONY: bench-peers
 bench-peers: $(STAMPS)/test
 	$(PY) tools/bench_peers.py
