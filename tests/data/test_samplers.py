@@ -91,6 +91,13 @@ def test_what_was_read_ahead_for_another_world_is_an_error() -> None:
     assert sampler.cursor == 15
 
 
+def test_batches_that_are_read_without_a_step_are_no_empty_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(list(DistributedBatchSampler(10, 5, placement=Placed(0, 2)))) == 1
+    assert not caplog.records
+    assert list(DistributedBatchSampler(3, 5, last="drop", placement=Placed(0, 2))) == []
+    assert "the epoch has no step: there are 3 rows" in caplog.text
+
+
 @pytest.mark.parametrize("what", ["load_state_dict", "iter", "set_epoch"])
 def test_what_was_read_ahead_of_another_position_is_an_error(what: str) -> None:
     sampler = DistributedBatchSampler(100, 5, placement=lambda: (0, 1))

@@ -364,6 +364,17 @@ def test_hosts_of_an_elastic_run_come_from_a_script(tmp_path: Path) -> None:
     assert run(size, np=2, min_np=2, slots=2, host_discovery_script=str(script)) == [2, 2]
 
 
+def test_an_elastic_run_keeps_results_of_processes_that_have_not_called_init() -> None:
+    def first_is_killed() -> str:
+        if os.environ["POLYHVD_MEMBER"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.environ["POLYHVD_MEMBER"]
+
+    assert run(first_is_killed, np=2, min_np=1, cooldown_range=(600, 600)) == ["1"]
+    with pytest.raises(RuntimeError, match=r"returned on 1 processes without .* fewer than min_np=2"):
+        run(first_is_killed, np=2, min_np=2, cooldown_range=(600, 600))
+
+
 def test_an_exception_of_an_elastic_run_is_raised_here() -> None:
     def fail() -> None:
         raise BadWeather("rain")
