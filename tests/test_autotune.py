@@ -202,7 +202,7 @@ SAMPLE = "sample,1048576,100,8192,4096,1,1000,1.0,1000\n"
     ],
     ids=["columns", "no text", "long line", "short line", "control characters"],
 )
-def test_other_files_are_no_logs(text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_not_logs(text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.csv").write_bytes(text)
     assert cli.main(["autotune", str(tmp_path / "x.csv")]) == 1
     (line,) = capsys.readouterr().err.splitlines()

@@ -93,7 +93,7 @@ for step in range(1000):
 
 
 @pytest.mark.parametrize("words", ["mlp --frameworks numpy --steps 20", "--scripts SCRIPT SCRIPT"])
-def test_a_full_folder_for_temporary_files_is_said_in_one_line(words: str, small: Path) -> None:
+def test_a_full_folder_for_temporary_files_is_reported_in_one_line(words: str, small: Path) -> None:
     script = small.parent / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(

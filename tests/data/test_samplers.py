@@ -91,7 +91,7 @@ def test_what_was_read_ahead_for_another_world_is_an_error() -> None:
     assert sampler.cursor == 15
 
 
-def test_batches_that_are_read_without_a_step_are_no_empty_epoch(caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_read_without_a_step_are_not_an_empty_epoch(caplog: pytest.LogCaptureFixture) -> None:
     assert len(list(DistributedBatchSampler(10, 5, placement=Placed(0, 2)))) == 1
     assert not caplog.records
     assert list(DistributedBatchSampler(3, 5, last="drop", placement=Placed(0, 2))) == []

@@ -97,7 +97,7 @@ def test_ranks_know_their_places(launcher: Launcher) -> None:
     assert sorted(out.splitlines()) == [f"[{r}] {expected[r]} {expected[r]} {hosts[r]}" for r in range(3)]
 
 
-def test_ranks_that_a_rank_of_an_elastic_job_starts_are_no_members_of_it(launcher: Launcher) -> None:
+def test_ranks_that_a_rank_of_an_elastic_job_starts_are_not_its_members(launcher: Launcher) -> None:
     inner = [sys.executable, "-m", "polyhvd.launch", "-np", "2", "env"]
     status, out, err = launcher.run("-np", "1", "--min-np", "1", argv=inner)
     assert status == 0, err

@@ -48,7 +48,7 @@ def test_restore_goes_back_to_the_last_of_several_commits() -> None:
 
 
 @pytest.mark.parametrize("kind", ["trainer", "optimizer"])
-def test_pass_of_an_update_that_is_undone_counts_no_more(kind: str) -> None:
+def test_pass_of_an_update_that_is_undone_is_not_counted(kind: str) -> None:
     net = gluon.nn.Dense(1, in_units=1, use_bias=False)
     net.initialize(mx.init.Constant(1.0))
     params, options = net.collect_params(), {"backward_passes_per_step": 2}

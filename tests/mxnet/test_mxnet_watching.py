@@ -97,7 +97,7 @@ class Scaled(nn.Block):
         ("adam", {}, ["momentum", "second moment"]),
     ],
 )
-def test_the_copy_of_a_weight_in_float32_is_no_state_of_an_optimizer(
+def test_a_weight_copied_to_float32_is_not_a_state_of_the_optimizer(
     optimizer: str, options: dict[str, float], kinds: list[str]
 ) -> None:
     model = Scaled()

@@ -364,7 +364,7 @@ def test_overflow_on_one_rank_is_everybodys() -> None:
     assert float(variable) == -0.5
 
 
-def test_overflow_of_a_local_variable_is_everybodys() -> None:
+def test_overflow_of_a_local_variable_skips_the_step_on_every_rank() -> None:
     own, table, variable = tf.Variable([1.0, 1.0]), tf.Variable([[1.0], [1.0]]), tf.Variable(1.0)
     inner = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     scaled = keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
