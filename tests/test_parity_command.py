@@ -228,7 +228,7 @@ def batch(framework, step):
 
 def test_a_block_of_gluon_gets_its_shapes_from_the_batch(tmp_path: Path) -> None:
     if not is_installed("mxnet"):
-        pytest.skip("mxnet is not installed")
+        pytest.skip("needs MXNet, which is not installed")
     done = parity(write(tmp_path, "block.py", BLOCK), "--frameworks", "mxnet", "--steps", "1", "--np", "1")
     assert done.returncode == 0, done.stderr
 
@@ -236,7 +236,7 @@ def test_a_block_of_gluon_gets_its_shapes_from_the_batch(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_model_without_shapes_is_a_bad_case(tmp_path: Path) -> None:
     if not is_installed("torch"):
-        pytest.skip("torch is not installed")
+        pytest.skip("needs PyTorch, which is not installed")
     done = parity(write(tmp_path, "block.py", BLOCK), "--frameworks", "torch", "--steps", "1")
     assert done.returncode == STATUSES["bad-case"], done.stderr
     assert "block: torch cannot make the model that build('torch') has returned" in done.stderr
@@ -298,7 +298,7 @@ with parity.watch(model, optimizer):
 
 def test_a_report_of_a_watch_has_layers_margins_and_the_advice_of_the_kind(tmp_path: Path) -> None:
     if not is_installed("torch"):
-        pytest.skip("torch is not installed")
+        pytest.skip("needs PyTorch, which is not installed")
     script, out = write(tmp_path, "watching.py", WATCHING), tmp_path / "report.json"
     done = parity("--scripts", f"{script} 0", f"{script} 1", "--json", str(out))
     assert done.returncode == STATUSES["differ"], done.stdout + done.stderr
@@ -316,7 +316,7 @@ def test_a_report_of_a_watch_has_layers_margins_and_the_advice_of_the_kind(tmp_p
 
 def test_a_watch_of_weights_that_are_not_finite_proves_nothing(tmp_path: Path) -> None:
     if not is_installed("torch"):
-        pytest.skip("torch is not installed")
+        pytest.skip("needs PyTorch, which is not installed")
     text = WATCHING.replace("range(2)", "range(3)").replace("optimizer):", "optimizer) as watched:")
     text = text.replace(".sum()", ".sum().mul(float('nan') if step else 1)") + "print(watched)\n"
     script = write(tmp_path, "watching.py", text)

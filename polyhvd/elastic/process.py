@@ -18,7 +18,7 @@ from polyhvd.collectives.adapter import OpKind
 from polyhvd.config import Launched, Settings
 from polyhvd.elastic import leaving
 from polyhvd.elastic.limits import BEGUN, RESUME_STATUS, UNKNOWN
-from polyhvd.elastic.pace import Figure, Pace, SlowRank
+from polyhvd.elastic.pace import Pace, SlowRank
 from polyhvd.elastic.places import (
     BEGUN_CALLS,
     MESSAGES,
@@ -73,8 +73,6 @@ class Process:
         self._failure = ""
         self._dead: list[int] = []  # members of the last world whose processes are dead
         self._pace: Pace | None = None  # in the present world, if there are others
-        #: The figure of the last steps that was sent to the launcher.
-        self.figure: Figure | None = None
         #: The number of worlds that this process has been in.
         self.worlds = 0
         self._sets: list[list[int]] = []  # of the present world or the last: members of each, some of none
@@ -280,7 +278,6 @@ class Process:
         if world is None or pace is None:
             return
         if (figure := pace.step(time.monotonic(), *world.engine.waits, world.data_wait_s)) is not None:
-            self.figure = figure
             self.watch.send(STEPS, figure.encoded(), again=True)
 
     def slow_ranks(self) -> list[SlowRank]:

@@ -1,4 +1,4 @@
-"""What is said of a running operation that makes no progress, and how it ends."""
+"""Reports of a running operation that makes no progress, and the errors that end it."""
 
 from __future__ import annotations
 

@@ -344,9 +344,16 @@ def test_job_grows_when_discovery_finds_a_host(launcher: Launcher, tmp_path: Pat
         "file": ("--hostfile", str(hosts)),
         "python": ("--host-discovery-script", "cluster:Cluster"),
     }[way]
+    # As of a program with many files: select() takes no descriptor above 1023.
+    open_many = (
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "while os.open('/dev/null', os.O_RDONLY) < 1024: pass\n"
+    )
+    may_open_many = way == "file" and resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 2048
     source = (
-        "import os\n"
+        "import os, resource\n"
         "import time\n"
+        f"{open_many * may_open_many}"
         "import polyhvd.numpy as hvd\n"
         "hvd.init()\n"
         "@hvd.elastic.run\n"
@@ -371,8 +378,9 @@ def test_job_grows_when_discovery_finds_a_host(launcher: Launcher, tmp_path: Pat
     assert (status, out.count("end 2")) == (0, 2), err
     first = [int(text) for text in re.findall(r"from (\d+) size 3", out)]
     assert first[0] > 0
-    assert first == 3 * first[:1]  # nothing was undone, and the newcomer has begun where the others were
+    assert first == 3 * first[:1]  # nothing was undone, and the new rank has begun where the others were
     assert "was killed" not in err
+    assert "no more messages from polyhvdrun" not in err
 
 
 SHRINKS = """

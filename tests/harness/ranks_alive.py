@@ -42,12 +42,12 @@ def wait_until_asleep(pid: int, deadline_s: float = 30.0) -> None:
 
 @contextlib.contextmanager
 def outliving_sigkill(pid: int) -> Iterator[None]:
-    """Have a process seem to go on after SIGKILL, as one does that waits for a dead file system."""
+    """Make a process outlive SIGKILL, like one that waits for a file system that does not answer."""
     with subprocess.Popen([_PYTHON, "-c", _TRACER, str(pid)], stdout=subprocess.PIPE) as tracer:
         try:
             assert tracer.stdout is not None
             if tracer.stdout.read(2) == b"no":
-                pytest.skip("may not trace processes")
+                pytest.skip("needs ptrace(), which this user or this container may not call")
             yield
         finally:
             tracer.kill()

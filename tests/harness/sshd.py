@@ -15,7 +15,7 @@ from netns import Namespace
 
 __all__ = ["available", "sshd", "sshd_on"]
 
-PORT = 2222  # of hosts with networks of their own
+PORT = 2222  # of hosts with separate networks
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin") or ""
 CONFIG = """
 HostKey {folder}/host_key
@@ -68,7 +68,7 @@ def sshd(
 
 @contextlib.contextmanager
 def sshd_on(folder: Path, hosts: Sequence[Namespace]) -> Iterator[list[str]]:
-    """Serve ssh on hosts with networks of their own, all with one key; gives polyhvdrun's options."""
+    """Serve ssh on hosts with separate networks, all with one key; gives polyhvdrun's options."""
     _make_keys(folder)
     with contextlib.ExitStack() as stack:
         for host in hosts:

@@ -72,7 +72,7 @@ def test_variables_by_hand_are_enough_on_one_host(hand: dict[str, str]) -> None:
 
 def test_ranks_with_many_open_files_meet(hand: dict[str, str]) -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048:
-        pytest.skip("too few files may be open")
+        pytest.skip("needs 2,048 open files, and the hard limit (ulimit -Hn) is lower")
     many = (
         "import os, resource\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"

@@ -1,4 +1,4 @@
-"""Two hosts with networks of their own: real addresses, no shared abstract sockets, cables to cut."""
+"""Two hosts with separate networks: real addresses, no shared abstract sockets, cables to cut."""
 
 from __future__ import annotations
 

@@ -76,9 +76,9 @@ def processes_per_core() -> float:
     """Return how many processes share each core of this host, now or in the last minute: from 1 to 10."""
     try:
         load, _, _, runnable, _ = Path("/proc/loadavg").read_text().split()
-    except OSError:
+        busy = max(float(load), int(runnable.partition("/")[0]))
+    except (OSError, ValueError):  # no /proc, or that of a sandbox
         return 1.0
-    busy = max(float(load), int(runnable.partition("/")[0]))
     return min(max(busy / (os.cpu_count() or 1), 1.0), _PROCESSES_PER_CORE_MAX)
 
 
