@@ -50,8 +50,11 @@ def newest(versions: Sequence[Version]) -> int:
 
 
 def lacking(versions: Sequence[Version], root: int) -> list[int]:
-    """The ranks that do not have the values of this one."""
-    known = versions[root].is_known
+    """The ranks that may not have the values of this one.
+
+    Functions of the user may have changed values differently on each rank: then all others receive them.
+    """
+    known = versions[root].is_known and not versions[root].is_adapted
     return [
         rank
         for rank, version in enumerate(versions)

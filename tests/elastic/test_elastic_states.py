@@ -220,6 +220,16 @@ def test_sync_keeps_values_that_were_adapted_to_the_new_world(how: str) -> None:
         assert state._commits == number, "a rank that was lost before it had these values has an older commit"
 
 
+def test_values_that_a_reset_callback_changes_on_one_rank_reach_all() -> None:
+    state = hvd.elastic.ArrayState(rate=np.array([0.4]))
+    state.register_reset_callbacks([lambda: state.rate.__imul__(0.5) if hvd.rank() == 0 else None])
+    state.commit()
+    state.restore()
+    state.on_reset()
+    state.sync()
+    assert state.rate == pytest.approx(0.2)
+
+
 def test_newcomer_gets_arrays_of_other_shapes_than_its_own() -> None:
     state = make()
     if hvd.rank() == 0:
