@@ -38,16 +38,18 @@ def states_of(np, trainer):
 def test_a_job_goes_on_from_what_the_root_has_loaded(hvd, mx, np, tmp_path):
     hvd.init()
     rank = hvd.rank()
-    net = convolutional(mx, np)
+    with mx.name.NameManager():  # as in two programs, whose layers have the numbers from 0
+        net = convolutional(mx, np)
     first = hvd.DistributedTrainer(net.collect_params(), "sgd", SGD)
     train(mx, np, net, first, [rank], 10)
     if rank == 0:
         net.save_parameters(str(tmp_path / "net"))
         first.save_states(str(tmp_path / "trainer"))
     hvd.barrier()
-    for _ in range(rank * 9):
-        mx.gluon.nn.Dense(1)  # Gluon sorts the layers of this rank otherwise
-    net = convolutional(mx, np, seed=5 + rank)
+    with mx.name.NameManager():
+        for _ in range(rank * 9):
+            mx.gluon.nn.Dense(1)  # Gluon sorts the layers of this rank otherwise
+        net = convolutional(mx, np, seed=5 + rank)
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", SGD)
     optimizer = trainer.optimizer
     if rank == 0:
