@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd.data.agreement import Agreement
-from polyhvd.data.columns import Column, NullsError, require_pyarrow
+from polyhvd.data.columns import Column, NullsError, array_of, require_pyarrow
 from polyhvd.data.loader import Batch, Loader
 from polyhvd.data.order import Indices, Order, Step
 from polyhvd.data.position import Place
@@ -131,7 +131,9 @@ def _array(name: Any, values: Any) -> Any:
         return array
     if hasattr(values, "shape"):
         return values
-    return _of_arrow({str(name): values})[str(name)] if _is_arrow(values) else np.asarray(values)
+    if _is_arrow(values):
+        return _of_arrow({str(name): values})[str(name)]
+    return array_of(f"column {name!r} of arrays", values)
 
 
 def _of_pandas(frame: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from polyhvd.data import images
 
-__all__ = ["Column", "NullsError", "arrow_of", "columns_of", "described", "require_pyarrow"]
+__all__ = ["Column", "NullsError", "array_of", "arrow_of", "columns_of", "described", "require_pyarrow"]
 
 #: In the metadata of a field of type FixedSizeBinary: the shape of a row as a JSON list, and NumPy's name
 #: of its dtype.
@@ -83,9 +83,9 @@ def columns_of(
         decode = dict.fromkeys(decode)
     if pad is not None and not isinstance(pad, Mapping):
         raise ValueError(f"pad is {pad!r}; expected a mapping from names of columns to values")
-    decode, pad = decode or {}, pad or {}
+    decode, pad, names = decode or {}, pad or {}, set(schema.names)
     for argument, named in {"fill_null": fill_null, "decode": decode, "pad": pad}.items():
-        if unknown := [name for name in named if name not in schema.names]:
+        if unknown := [name for name in named if name not in names]:
             raise ValueError(
                 f"{argument} names the column {unknown[0]!r}, but the selected columns are "
                 f"{', '.join(schema.names)}"
@@ -223,9 +223,14 @@ class Column:
         return None if self.dtype.hasobject else self.dtype.itemsize * math.prod(self.shape)
 
     @property
+    def value_bytes(self) -> int:
+        """Bytes of each value of a list; 0: rows are not lists."""
+        return 0 if self._entries is None else self._entries.dtype.itemsize
+
+    @property
     def form(self) -> tuple[Any, ...]:
         """The properties that columns of several files must share."""
-        return self._type, self.dtype, self.shape
+        return self._type, self._bytes_dtype, self.dtype, self.shape
 
     def decode(self, chunks: Any) -> npt.NDArray[Any]:
         """The rows of a ``pyarrow.ChunkedArray``. The array is read-only where it uses Arrow's memory.
@@ -321,13 +326,41 @@ class Column:
         return nulls if within is None else within | nulls
 
     def _of_bytes(self, array: Any) -> npt.NDArray[Any]:
-        rows, width = len(array), array.type.byte_width
-        assert self._bytes_dtype is not None
+        rows, width, dtype = len(array), array.type.byte_width, self._bytes_dtype
+        assert dtype is not None
         if rows == 0 or width == 0:
-            return np.empty((rows, *self._stored_shape), self._bytes_dtype)
-        count = rows * width // self._bytes_dtype.itemsize
-        values = np.frombuffer(array.buffers()[1], self._bytes_dtype, count, array.offset * width)
-        return values.reshape(rows, *self._stored_shape)
+            return np.empty((rows, *self._stored_shape), dtype.newbyteorder("="))
+        count = rows * width // dtype.itemsize
+        values = np.frombuffer(array.buffers()[1], dtype, count, array.offset * width)
+        return values.reshape(rows, *self._stored_shape).astype(dtype.newbyteorder("="), copy=False)
+
+
+def array_of(named: str, values: Any) -> npt.NDArray[Any]:
+    """Return values as an array of NumPy.
+
+    Args:
+        named: what they are, for the error.
+        values: an array, or what can be made one.
+
+    Raises:
+        ValueError: rows have different shapes; or an integer of a list would be rounded: NumPy makes float64
+            of integers of which only some are above 2**63.
+    """
+    try:
+        array: npt.NDArray[Any] = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(
+            f"{named} has rows of different shapes ({error}); pass lists of different lengths as "
+            "pyarrow.array(lists)"
+        ) from error
+    if array.dtype == np.float64 and array.ndim == 1 and isinstance(values, (list, tuple)):
+        for value in values:
+            if isinstance(value, (int, np.integer)) and int(float(value)) != value:
+                raise ValueError(
+                    f"{named} has the integer {value}, which float64 would round, and other values for which "
+                    "NumPy selects float64; pass an array whose dtype suits all of them, such as np.uint64"
+                )
+    return array
 
 
 def arrow_of(name: str, values: Any, *, as_bytes: bool) -> tuple[Any, Any]:
@@ -335,7 +368,8 @@ def arrow_of(name: str, values: Any, *, as_bytes: bool) -> tuple[Any, Any]:
 
     Args:
         name: of the column.
-        values: an array, or what can be made one; or an Arrow array, which is taken as it is.
+        values: an array, or what can be made one; or an Arrow array, in one piece or several, which is taken
+            as it is.
         as_bytes: whether rows that are arrays become FixedSizeBinary, and not ``arrow.fixed_shape_tensor``.
 
     Raises:
@@ -343,13 +377,13 @@ def arrow_of(name: str, values: Any, *, as_bytes: bool) -> tuple[Any, Any]:
     """
     import pyarrow as pa
 
-    if isinstance(values, pa.Array):
+    if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return pa.field(name, values.type), values
     if isinstance(values, np.ma.MaskedArray) and bool(np.any(values.mask)):
         raise ValueError(
             f"column {name!r} has masked entries, which are not values; fill them with .filled()"
         )
-    array = np.asarray(values)
+    array = array_of(f"column {name!r}", values)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.ndim == 0:
         raise ValueError(f"column {name!r} is a single value; expected an array with an entry for each row")
@@ -373,7 +407,7 @@ def arrow_of(name: str, values: Any, *, as_bytes: bool) -> tuple[Any, Any]:
         storage = pa.FixedSizeListArray.from_arrays(elements, size)
         column = pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(elements.type, shape), storage)
         return pa.field(name, column.type), column
-    except (ValueError, TypeError, pa.ArrowException) as error:
+    except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
         raise ValueError(
             f"column {name!r} of dtype {array.dtype} and shape {array.shape} cannot be written: {error}"
         ) from error
@@ -391,7 +425,8 @@ def _form_of_bytes(field: Any, width: int) -> tuple[np.dtype[Any], list[int]]:
     if _SHAPE not in metadata and _DTYPE not in metadata:
         return np.dtype(np.uint8), [width]
     try:
-        dtype = np.dtype(metadata[_DTYPE].decode())
+        name = metadata[_DTYPE].decode()
+        dtype = np.dtype(name) if name.startswith(">") else np.dtype(name).newbyteorder("<")
         shape = [int(size) for size in json.loads(metadata[_SHAPE])]
         fits = dtype.kind in _KINDS_OF_BYTES and dtype.itemsize * math.prod(shape) == width
     except (KeyError, TypeError, ValueError):
@@ -401,7 +436,7 @@ def _form_of_bytes(field: Any, width: int) -> tuple[np.dtype[Any], list[int]]:
             f"column {field.name!r} has rows of {width} bytes and the metadata {metadata}; expected a shape "
             'and a dtype of as many bytes, such as {"shape": "[28, 28]", "dtype": "uint8"}'
         )
-    return dtype.newbyteorder("<"), shape
+    return dtype, shape
 
 
 def _is_bytes(type_: Any) -> bool:

@@ -22,8 +22,10 @@ _REFUSED = {
 }
 
 
-def files_of(folder: str) -> tuple[list[str], list[str]]:
+def files_of(folder: str) -> tuple[list[str], dict[str, bool]]:
     """The files of the current version of a table, in the order of their paths, and its partition columns.
+
+    Each column has the value of whether it is one of strings.
 
     Args:
         folder: its path on this host.
@@ -45,7 +47,8 @@ def files_of(folder: str) -> tuple[list[str], list[str]]:
     try:
         table: Any = deltalake.DeltaTable(os.path.abspath(folder))
         features = table.protocol().reader_features or ()
-        columns = list(table.metadata().partition_columns)
+        types = {field.name: getattr(field.type, "type", "") for field in table.schema().fields}
+        columns = {name: types[name] == "string" for name in table.metadata().partition_columns}
         paths = pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()
     except Exception as error:  # deltalake's errors have no common class
         raise DataError(f"the Delta table {folder!r} cannot be read: {error}") from error

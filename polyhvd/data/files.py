@@ -22,7 +22,16 @@ from polyhvd.data.columns import Column, NullsError, columns_of, described
 from polyhvd.data.counting import count
 from polyhvd.data.formats import SUFFIXES, Footer, ParquetFormat, TextFormat, format_by_suffix, format_of
 from polyhvd.data.skips import Skips
-from polyhvd.data.storage import TIMEOUT_S, Source, StoredFile, in_threads, is_passing, is_unanswered, listed
+from polyhvd.data.storage import (
+    TIMEOUT_S,
+    Source,
+    StoredFile,
+    Text,
+    in_threads,
+    is_passing,
+    is_unanswered,
+    listed,
+)
 from polyhvd.errors import DataError
 
 __all__ = ["Group", "ParquetFiles"]
@@ -32,7 +41,7 @@ _counting = threading.Lock()
 _OBJECT_BYTES = 64  # of a short string in an array of objects, besides its characters
 
 #: Values of partitions that are numbers.
-_INTEGER = re.compile(r"-?\d{1,18}")
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
 class Group(NamedTuple):
@@ -218,7 +227,11 @@ class ParquetFiles:
         """Bytes of a row in memory; on average, where columns have rows of different sizes."""
         known = [column.row_bytes for column in self.columns]
         fixed = sum(filter(None, known))
-        varying = {column.name for column, size in zip(self.columns, known, strict=True) if size is None}
+        varying = {
+            column.name: column.value_bytes
+            for column, size in zip(self.columns, known, strict=True)
+            if size is None
+        }
         rows = sum(rows for footer in self._footers for rows, _ in footer.groups)
         if not varying or not rows:
             return float(fixed)
@@ -257,7 +270,8 @@ class ParquetFiles:
         for name in folders[0]:
             array = pa.array([values[name] for values in folders], pa.string())
             given = array.drop_null().to_pylist()
-            is_integer = bool(given) and all(map(_INTEGER.fullmatch, given))
+            is_text = any(isinstance(values[name], Text) for values in folders)
+            is_integer = bool(given) and not is_text and all(map(_INTEGER.fullmatch, given))
             partitions[name] = array.cast(pa.int64()) if is_integer else array
         return {name: values for name, values in partitions.items() if name not in stored}
 
@@ -337,8 +351,14 @@ class ParquetFiles:
             return True
         return False
 
-    def _scanner(self, file: int, number: int, names: list[str]) -> Any:
-        """Selects rows by the filter, which may also be one of partitions."""
+    def _scanner(self, file: int, number: int, names: list[str], int96_unit: str = "ns") -> Any:
+        """Selects rows by the filter, which may also be one of partitions.
+
+        Args:
+            file, number: of the row group.
+            names: of columns.
+            int96_unit: of timestamps that are stored as INT96.
+        """
         import pyarrow as pa
         import pyarrow.compute
         from pyarrow import dataset
@@ -351,12 +371,15 @@ class ParquetFiles:
                 table = table.append_column(name, pa.repeat(values[file], table.num_rows))
             return dataset.dataset(table).scanner(columns=names, filter=self._filter)
         schema = footer.schema
+        for place, field in enumerate(footer.schema):
+            if field.name in footer.int96:
+                schema = schema.set(place, field.with_type(pa.timestamp(int96_unit, field.type.tz)))
         known = pyarrow.compute.scalar(True)
         for name, values in self._partitions.items():
             schema = schema.append(pa.field(name, values.type))
-            field = pyarrow.compute.field(name)
-            known &= field == values[file] if values[file].is_valid else field.is_null()
-        fragment = dataset.ParquetFileFormat().make_fragment(
+            partition = pyarrow.compute.field(name)
+            known &= partition == values[file] if values[file].is_valid else partition.is_null()
+        fragment = dataset.ParquetFileFormat(coerce_int96_timestamp_unit=int96_unit).make_fragment(
             path, storage.arrow, partition_expression=known, row_groups=[number]
         )
         return fragment.scanner(schema=schema, columns=names, filter=self._filter)
@@ -443,10 +466,34 @@ class ParquetFiles:
         self._states[number] = state
 
     def _table(self, group: Group, names: list[str]) -> Any:
-        if self._filter is not None:
-            return self._scanner(group.file, group.number, names).to_table()
         storage, path, _ = self.files[group.file]
-        return self.format.read(storage, path, self._footers[group.file], group.number, names)
+        footer = self._footers[group.file]
+        if self._filter is not None:
+            table = self._scanner(group.file, group.number, names).to_table()
+        else:
+            table = self.format.read(storage, path, footer, group.number, names)
+        if wide := [name for name in names if name in footer.int96]:
+            self._require_nanoseconds(group, wide, table)
+        return table
+
+    def _require_nanoseconds(self, group: Group, names: list[str], table: Any) -> None:
+        """Raise DataError for timestamps of INT96 beyond those of nanoseconds, which Arrow does not check."""
+        import pyarrow as pa
+
+        fits = False
+        with suppress(pa.ArrowInvalid):
+            exact = self._scanner(group.file, group.number, names, "us").to_table()
+            for name in names:
+                exact.column(name).cast(table.column(name).type)
+            fits = exact.num_rows == table.num_rows  # the filter may need them, too
+        if not fits:
+            columns = ", ".join(map(repr, names))
+            raise DataError(
+                f"{self.files[group.file]}: row group {group.number}, column {columns} has timestamps before "
+                "1677 or after 2262, stored as INT96, which pyarrow reads as other times; write them as "
+                "TIMESTAMP_MICROS (spark.sql.parquet.outputTimestampType in Spark), or select other columns "
+                "with columns="
+            )
 
     def _where(self, group: Group, names: list[str], error: Exception) -> str:
         """The part that cannot be read, down to the column if it is a single one."""

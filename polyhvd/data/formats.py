@@ -11,9 +11,10 @@ import os
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,17 @@ class Footer:
         """Return whether the files have the same content, as far as footers show it."""
         return bool(self.groups == other.groups and self.detail == other.detail)
 
-    def column_bytes(self, names: set[str]) -> int:
-        """Bytes of columns before compression; an estimate, where the format does not store them."""
+    @cached_property
+    def int96(self) -> set[str]:
+        """The columns of timestamps that are stored as INT96, as by Spark, whose years are not limited."""
+        return set()
+
+    def column_bytes(self, value_bytes: Mapping[str, int]) -> int:
+        """Bytes of columns before compression; an estimate, where the format does not store them.
+
+        Args:
+            value_bytes: by the names of the columns, the bytes in memory of each value of a list, or 0.
+        """
         return sum(size for _, size in self.groups)
 
 
@@ -97,13 +107,28 @@ class _ParquetFooter(Footer):
     def equals(self, other: Footer) -> bool:
         return bool(self.detail.equals(other.detail))
 
-    def column_bytes(self, names: set[str]) -> int:
+    @cached_property
+    def int96(self) -> set[str]:
+        columns = map(self.detail.schema.column, range(self.detail.num_columns))
+        return {column.path for column in columns if column.physical_type == "INT96"}
+
+    def column_bytes(self, value_bytes: Mapping[str, int]) -> int:
+        paths = [self.detail.schema.column(number).path for number in range(self.detail.num_columns)]
+        owners = [(n, owner) for n, path in enumerate(paths) if (owner := _owner(path, value_bytes))]
         stored = 0
-        for number in range(self.detail.num_row_groups):
-            group = self.detail.row_group(number)
-            chunks = map(group.column, range(group.num_columns))
-            stored += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in names)
+        for group in map(self.detail.row_group, range(self.detail.num_row_groups)):
+            for number, owner in owners:
+                chunk = group.column(number)
+                # Lists of small integers are stored in fewer bytes than they have in memory.
+                stored += max(chunk.total_uncompressed_size, chunk.num_values * value_bytes[owner])
         return stored
+
+
+def _owner(path: str, names: Container[str]) -> str | None:
+    """Return the column that has a path: the values of lists have one such as "x.list.element"."""
+    while path and path not in names:
+        path = path.rpartition(".")[0]
+    return path or None
 
 
 class ParquetFormat(Format):
@@ -264,7 +289,7 @@ class TextFormat(Format):
                         if value is not None:
                             large.setdefault(name, value)
         try:
-            schema = pa.unify_schemas(schemas, promote_options="permissive") if schemas else pa.schema([])
+            schema = self._unified(schemas) if schemas else pa.schema([])
         except pa.ArrowException as error:
             raise pa.ArrowInvalid(f"{error}; {self._type_cure}") from error
         return _TextFooter(schema, rows, bounds, large)
@@ -302,7 +327,7 @@ class TextFormat(Format):
         joined = footers[0].schema
         for file, footer in zip(files, footers, strict=True):
             try:
-                joined = pa.unify_schemas([joined, footer.schema], promote_options="permissive")
+                joined = self._unified([joined, footer.schema])
             except pa.ArrowException as error:
                 raise DataError(
                     f"{file}: its columns have other types than those of {files[0]}: {error}; "
@@ -326,7 +351,7 @@ class TextFormat(Format):
 
     def _blocks(self, source: Any) -> Iterator[bytes]:
         waiting = b""
-        while more := source.read(_BLOCK_BYTES):
+        while more := source.read(max(_BLOCK_BYTES, len(waiting))):  # twice as much until a row ends
             waiting += more
             end = self._last_end(waiting)
             if end:
@@ -338,6 +363,12 @@ class TextFormat(Format):
     @abstractmethod
     def _last_end(self, text: bytes) -> int:
         """How many bytes of a text are whole rows."""
+
+    def _unified(self, schemas: list[Any]) -> Any:
+        """Return the schema that fits all blocks or files; raises ``pyarrow.ArrowException`` if none does."""
+        import pyarrow as pa
+
+        return pa.unify_schemas(schemas, promote_options="permissive")
 
     def _infers(self, name: str) -> bool:
         """Return whether the type of a column is found from its text."""
@@ -449,6 +480,19 @@ class _JsonFormat(TextFormat):
 
     def _last_end(self, text: bytes) -> int:
         return text.rfind(b"\n") + 1
+
+    def _unified(self, schemas: list[Any]) -> Any:
+        import pyarrow as pa
+        import pyarrow.types
+
+        # pyarrow makes timestamps of strings if all strings of a block look like these.
+        strings = {field.name for schema in schemas for field in schema if pa.types.is_string(field.type)}
+        changed = list(schemas)
+        for number, schema in enumerate(schemas):
+            for place, field in enumerate(schema):
+                if field.name in strings and pa.types.is_timestamp(field.type):
+                    changed[number] = changed[number].set(place, field.with_type(pa.string()))
+        return super()._unified(changed)
 
     def _integers(self, block: bytes, header: list[str] | None, name: str) -> Iterator[int]:
         for line in block.splitlines():

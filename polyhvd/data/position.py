@@ -60,6 +60,7 @@ class Position:
     """
 
     _agreement: Agreement | None = None  # the constructors of the classes that users make set it
+    _is_asked_again = False  # set_epoch() was called with the epoch in which this process had gone on
 
     def __init__(
         self,
@@ -164,6 +165,7 @@ class Position:
         at_least(0, "epoch", epoch)
         if epoch != self._epoch:
             self._move(epoch, 0)
+        self._is_asked_again |= self._used
         self._used = False
 
     def advance(self) -> None:
@@ -272,7 +274,7 @@ class Position:
 
     def _move(self, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = epoch, cursor
-        self._used = False
+        self._used = self._is_asked_again = False
         self._under_way.clear()
         self._moves += 1
 
@@ -338,14 +340,23 @@ class Position:
 
     def _report_no_step(self, cursor: int, place: Place) -> None:
         """Warn once of an epoch that has no step, which a loop over it would not show."""
-        if cursor or self._has_warned:
+        is_over = self._is_asked_again and not self._used and not self._under_way
+        if (cursor and not is_over) or self._has_warned:
             return
         self._has_warned = True
+        label = self._agreement.label if self._agreement is not None else type(self).__name__
+        if cursor:
+            _LOG.warning(
+                "%s: epoch %d has no step left: set_epoch(%d) does not begin it again; pass the number of "
+                "another epoch",
+                *(label, self._epoch, self._epoch),
+            )
+            return
         rows = self._order.total
         needed = f", of which a step with last='drop' needs {self._rows(place)}: use smaller batches"
         _LOG.warning(
             "%s: the epoch has no step: there are %d rows%s",
-            self._agreement.label if self._agreement is not None else type(self).__name__,
+            label,
             rows,
             needed if rows else "; check the source, and filter= if it is given",
         )

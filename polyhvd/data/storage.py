@@ -34,6 +34,7 @@ __all__ = [
     "Source",
     "Storage",
     "StoredFile",
+    "Text",
     "in_threads",
     "is_unanswered",
     "listed",
@@ -284,6 +285,10 @@ class StoredFile(NamedTuple):
     def call(self, function: Callable[[], T]) -> T:
         """:meth:`Storage.call` of a read of this file."""
         return self.storage.call(str(self), function)
+
+
+class Text(str):
+    """The value of a partition that is a string, even if it looks like an integer."""
 
 
 class UnansweredError(TimeoutError):
@@ -584,6 +589,9 @@ def _delta_files(storage: Storage, path: str) -> _Files:
                 f"the Delta table {path!r} has the partition columns {sorted(columns)}, but the folders of "
                 f"{file} have {sorted(values)}; write the table again with folders name=value"
             )
+        for name, value in values.items():
+            if columns[name] and value is not None:
+                values[name] = Text(value)
         found.append((StoredFile(storage, file), values))
     return found
 

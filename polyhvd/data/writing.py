@@ -185,12 +185,22 @@ def _table(part: Any, *, as_bytes: bool) -> Any:
         return pa.Table.from_pandas(part, preserve_index=False)
     if not isinstance(part, Mapping):
         return pa.table(part)
-    columns = {name: arrow_of(name, values, as_bytes=as_bytes) for name, values in part.items()}
+    columns = {name: arrow_of(name, _with_nulls(values), as_bytes=as_bytes) for name, values in part.items()}
     counts = {name: len(array) for name, (_, array) in columns.items()}
     if not columns or len(set(counts.values())) > 1:
         listed = ", ".join(f"{name!r} {count}" for name, count in counts.items())
         raise ValueError(f"all columns need the same number of rows, but there are {listed or 'no columns'}")
     return pa.table([array for _, array in columns.values()], pa.schema([f for f, _ in columns.values()]))
+
+
+def _with_nulls(values: Any) -> Any:
+    """Return integers of other libraries, such as Polars, as Arrow data: NumPy has no nulls for them."""
+    import pyarrow as pa
+
+    if not hasattr(values, "__arrow_c_stream__") or is_pandas(values):
+        return values
+    column = pa.chunked_array(values)
+    return column if pa.types.is_integer(column.type) else values
 
 
 def _groups(tables: Iterable[Any], rows_per_group: int | None) -> Iterator[Any]:

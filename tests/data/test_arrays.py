@@ -170,6 +170,24 @@ def test_an_epoch_that_was_restored_at_its_end_has_no_step() -> None:
     assert loader.epoch == 1
 
 
+def test_epoch_that_set_epoch_does_not_begin_again_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    loader, restored = alone(), alone()
+    restored.load_state_dict({**loader.state_dict(), "cursor": 10})
+    restored.set_epoch(0)
+    assert list(restored) == []
+    next(iter(loader))
+    loader.set_epoch(0)
+    assert len(list(loader)) == 3
+    assert caplog.records == []
+    for _ in range(2):
+        loader.set_epoch(0)
+        assert list(loader) == []
+    (record,) = caplog.records
+    assert "ArrayLoader: epoch 0 has no step left: set_epoch(0) does not begin it" in record.getMessage()
+    loader.set_epoch(1)
+    assert len(list(loader)) == 3
+
+
 def test_without_shuffling_rows_come_as_they_lie() -> None:
     assert [batch[0].tolist() for batch in alone(5, shuffle=False, batch_size=2)] == [[0, 1], [2, 3], [4]]
 
@@ -212,6 +230,7 @@ def test_no_rank_takes_itself_for_a_world_of_one() -> None:
         ([], {"batch_size": 1}, "at least one array"),
         ([np.arange(3)], {"batch_size": 1, "placement": (0, 1)}, "has to be a function"),
         (np.arange(3), {"batch_size": 1}, r"put it into a list"),
+        ([[5, 2**63 + 1]], {"batch_size": 1}, "column 0 of arrays has the integer 9223372036854775809"),
     ],
 )
 def test_bad_arguments_are_refused(arrays: object, options: dict[str, object], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import time
 from datetime import date, datetime, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -18,7 +19,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from polyhvd.data import DataError, ParquetLoader
-from polyhvd.data.columns import Column
+from polyhvd.data.columns import Column, columns_of
 
 PIXELS = np.random.default_rng(1).integers(0, 256, (9, 6, 5, 3), np.uint8)
 
@@ -223,6 +224,12 @@ def test_padding_that_does_not_fit_is_refused(tmp_path: Path, values: Any, pad: 
         loader_of(values, tmp_path, pad={"x": pad})
 
 
+def test_lists_count_for_the_memory_in_which_rows_are_shuffled(tmp_path: Path) -> None:
+    lists = np.random.default_rng(1).integers(0, 100, (64, 1000))  # stored in 7 bits each, read as int64
+    loader = loader_of(list(lists), tmp_path, pad={"x": 0}, shuffle=True, shuffle_bytes=40 * 8000, streams=1)
+    assert 30 <= loader.state_dict()["window"] <= 40
+
+
 def test_nulls_in_lists_are_named_or_filled(tmp_path: Path) -> None:
     lists = [[1], [2, 3], None, [4], [], [5, None, None], [6]]
     with pytest.raises(DataError, match="row group 0, column 'x' has 1 null in row 2; pass fill_null="):
@@ -262,6 +269,21 @@ def test_times_decimals_and_dictionaries_are_arrays(tmp_path: Path, values: Any,
     assert found.tolist() == expected.tolist()
 
 
+def test_timestamps_of_int96_that_do_not_fit_into_nanoseconds_are_an_error(tmp_path: Path) -> None:
+    times = pa.array([datetime(2024, 5, 6), datetime(9999, 12, 31)], pa.timestamp("us"))
+    table = pa.table({"x": times, "y": times, "n": [0, 1]})
+    parquet.write_table(table, tmp_path / "x.parquet", use_deprecated_int96_timestamps=True)
+    options: dict[str, Any] = {"batch_size": 2, "placement": lambda: (0, 1), "shuffle": False}
+    refused = r"x.parquet: row group 0, column 'x' has timestamps before 1677 or after 2262, stored as INT96"
+    for chosen in (None, pc.field("x") < datetime(2030, 1, 1)):  # pyarrow reads the second one as of 1816
+        with pytest.raises(DataError, match=refused):
+            list(ParquetLoader(tmp_path, columns=["x"], filter=chosen, **options))
+    (batch,) = ParquetLoader(tmp_path, filter=pc.field("n") == 0, **options)
+    assert batch["x"].tolist() == batch["y"].tolist() == [1_714_953_600_000_000_000]
+    (batch,) = ParquetLoader(tmp_path, columns=["n"], **options)
+    assert batch["n"].tolist() == [0, 1]
+
+
 def test_null_in_a_dictionary_is_named_or_filled(tmp_path: Path) -> None:
     values = pa.array(["a", "b", None]).dictionary_encode()
     with pytest.raises(DataError, match="has 1 null in row 2"):
@@ -278,6 +300,16 @@ def test_rows_of_errors_are_counted_among_those_that_a_filter_selects(tmp_path: 
 
 
 # Others
+
+
+def test_columns_of_wide_files_are_made_in_a_time_that_grows_with_their_number() -> None:
+    def cpu_s(count: int) -> float:
+        schema = pa.schema([(f"column {number}", pa.int64()) for number in range(count)])
+        began = time.process_time()
+        assert len(columns_of(schema)) == count
+        return time.process_time() - began
+
+    assert cpu_s(8000) < 20 * cpu_s(1000)
 
 
 def test_dictionary_of_bytes_of_a_fixed_size_has_their_size() -> None:

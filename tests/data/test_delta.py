@@ -49,6 +49,14 @@ def test_files_of_the_current_version_are_read(table: Path) -> None:
     assert x_of(loader_of(table)) == [9]
 
 
+def test_partitions_of_strings_stay_strings_that_look_like_integers(tmp_path: Path) -> None:
+    rows = pa.table({"x": [1, 2, 3], "code": ["02134", None, "501"], "k": [7, 8, 9]})
+    deltalake.write_deltalake(tmp_path / "t", rows, partition_by=["code", "k"])
+    (batch,) = loader_of(tmp_path / "t", batch_size=3, fill_null={"code": ""})
+    found = sorted(zip(*(batch[name].tolist() for name in ("x", "code", "k")), strict=True))
+    assert found == [(1, "02134", 7), (2, "", 8), (3, "501", 9)]
+
+
 def test_ranks_read_each_row_of_a_table_once(table: Path) -> None:
     loaders = [loader_of(table, batch_size=1, placement=lambda r=rank: (r, 2)) for rank in range(2)]
     assert sorted(x for loader in loaders for x in x_of(loader)) == [2, 3, 5, 6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,16 @@ def test_objects_of_json_may_lack_fields(tmp_path: Path) -> None:
     assert [batch[name].tolist() for name in "xyz"] == [[1, -1, -1], ["", "a", ""], [0.0, 0.0, 2.5]]
 
 
+def test_strings_of_json_of_which_only_some_blocks_look_like_dates_stay_strings(tmp_path: Path) -> None:
+    texts = [*["2024-05-06"] * 40, "soon", *["2024-05-07"] * 40]
+    lines = [json.dumps({"x": text, "t": "2024-05-06"}) + "\n" for text in texts]
+    (tmp_path / "0.jsonl").write_text("".join(lines[:20]))
+    (tmp_path / "1.jsonl").write_text("".join(lines[20:]))
+    (batch,) = loader_of(tmp_path, batch_size=100, shuffle=False)
+    assert batch["x"].tolist() == texts
+    assert batch["t"].dtype == "datetime64[s]"
+
+
 def test_csv_format_of_pyarrow_has_delimiters_nulls_and_types(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("code;n\n'01';?\n'0\n2';5\n")
     options = dataset.CsvFragmentScanOptions(
@@ -250,6 +261,21 @@ def test_blocks_of_text_have_the_rows_of_the_whole_file(
         (batch,) = loader_of(path, batch_size=len(rows), shuffle=False)
     assert batch["name"].tolist() == list(names)
     assert batch["number"].tolist() == list(numbers)
+
+
+def test_text_in_which_no_block_ends_is_read_in_ever_larger_parts() -> None:
+    class Counted(io.BytesIO):
+        reads = 0
+
+        def read(self, size: int | None = -1) -> bytes:
+            self.reads += 1
+            return super().read(size)
+
+    format: Any = formats.format_of(dataset.CsvFileFormat(csv.ParseOptions(escape_char="\\")))
+    text = b"a\n" + b"1\n" * 10_000
+    source = Counted(text)
+    assert list(format._blocks(source)) == [text]
+    assert source.reads <= 10  # of 200 bytes, 200, 400, 800 and so on
 
 
 #: Fields as CSV files have them: with quotes within, quoted, and with text after the quoted part.

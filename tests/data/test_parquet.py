@@ -512,6 +512,19 @@ def test_columns_of_other_types_become_arrays(tmp_path: Path, values: Any, expec
     assert one_batch(values, tmp_path).tolist() == expected
 
 
+def test_bytes_have_the_byte_order_of_the_dtype_in_their_metadata(tmp_path: Path) -> None:
+    for name in (">i4", "<i4"):
+        values = np.arange(6, dtype=name).reshape(2, 3)
+        rows = pa.array([row.tobytes() for row in values], pa.binary(12))
+        field = pa.field("x", rows.type, metadata={"shape": "[3]", "dtype": name})
+        found = one_batch(rows, tmp_path, field)
+        assert found.dtype == np.int32
+        assert found.tolist() == values.tolist()
+        (tmp_path / "x.parquet").rename(tmp_path / f"{name[0]}.parquet")
+    with pytest.raises(DataError, match=r"column 'x' has the type .* '>i4'}, but .* '<i4'}"):
+        loader_of(tmp_path)
+
+
 def test_tensor_with_permuted_axes_has_its_logical_shape(tmp_path: Path) -> None:
     type_ = pa.fixed_shape_tensor(pa.int32(), [2, 3], permutation=[1, 0])
     storage = pa.FixedSizeListArray.from_arrays(pa.array(range(12), pa.int32()), 6)

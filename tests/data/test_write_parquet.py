@@ -87,6 +87,26 @@ def test_arrays_tables_frames_and_their_iterables_are_data(tmp_path: Path, data:
     assert parquet.read_table(tmp_path / "x.parquet").to_pydict() == {"x": [1, 2]}
 
 
+class Series:
+    """A column as those of Polars offer themselves: NumPy gets floats in place of integers and nulls."""
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return LARGE.__arrow_c_stream__(requested_schema)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return LARGE.to_numpy()
+
+
+LARGE = pa.chunked_array([[2**60 + 1, None], [7]])
+
+
+@pytest.mark.parametrize("column", [LARGE, Series()], ids=["arrow", "other"])
+def test_integers_of_arrow_keep_their_values_and_nulls(tmp_path: Path, column: Any) -> None:
+    write_parquet({"x": column, "y": [1, 2, 3]}, tmp_path / "x.parquet", rows_per_group=2)
+    assert parquet.read_table(tmp_path / "x.parquet")["x"].to_pylist() == [2**60 + 1, None, 7]
+    assert group_sizes(tmp_path / "x.parquet") == [2, 1]
+
+
 def test_arrays_are_bytes_or_arrows_tensors(tmp_path: Path) -> None:
     write_parquet({"x": np.zeros((2, 3, 4), np.float32)}, tmp_path / "x.parquet", arrays_as="tensor")
     assert parquet.read_schema(tmp_path / "x.parquet").field("x").type == pa.fixed_shape_tensor(
@@ -134,6 +154,9 @@ def test_failed_write_leaves_the_former_file_and_nothing_else(tmp_path: Path) ->
         ({"x": 1}, {}, "column 'x' is a single value"),
         ({"x": np.ma.masked_equal([1, 2], 2)}, {}, "column 'x' has masked entries"),
         ({"x": np.ma.masked_equal([[1], [2]], 2)}, {}, "column 'x' has masked entries"),
+        ({"x": [5, 2**63 + 1]}, {}, "column 'x' has the integer 9223372036854775809, which"),
+        ({"x": [2**64, None]}, {}, "column 'x' of dtype object .* cannot be written: "),
+        ({"x": [[1], [2, 3]]}, {}, r"column 'x' has rows of different shapes .* pyarrow.array\(lists\)"),
         ({"x": np.zeros(2, complex)}, {}, "column 'x' of dtype complex128"),
         ({"x": np.zeros((2, 2), object)}, {}, "rows that are arrays have to have numbers"),
         ([{"x": [1]}, {"x": [1.5]}], {}, "part 1 of the data has the columns x double, but part 0 x int64"),
