@@ -303,19 +303,30 @@ def test_a_rank_that_stays_stopped_is_ended_after_the_limit_of_stalls(launcher: 
     assert "rank 1 on localhost was ended by its agent: it was stopped by a signal for 5.5 s" in err
 
 
-def test_a_host_whose_ranks_are_all_stopped_may_go_on(launcher: Launcher) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["at-once", "together-with-the-end"])
+def test_a_host_whose_ranks_are_all_stopped_may_go_on(launcher: Launcher, is_late: bool) -> None:
+    """One has ended before, whether its agent has noticed that or not."""
     source = (
         "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
-        "print('pid', os.getpid(), flush=True)\n"
-        "if rank < 2: signal.pause()\n"
+        "print('agent', os.getppid(), 'pid', os.getpid(), flush=True)\n"
+        "signal.pause()\n"
     )
     limit = {"POLYHVD_STALL_SHUTDOWN_TIME_SECONDS": "0.001"}
     launcher.start("-np", "3", source=RANK + source, fresh=True, env=limit)
     out = launcher.wait_for("pid ", 3)
-    (ended,) = pids(out.partition(b"[2] ")[2])[:1]
-    wait_until(lambda: not is_running(ended), "rank 2 ends")
+    ended = pids(out.partition(b"[2] ")[2])[0]
+    agent = int(out.partition(b"agent ")[2].split()[0])
+    if is_late:
+        os.kill(agent, signal.SIGSTOP)
+    os.kill(ended, signal.SIGUSR1)
+    if is_late:
+        wait_until(lambda: not is_running(ended), "rank 2 ends")
+    else:
+        wait_until(lambda: not state_of(ended), "the agent notices that rank 2 has ended")
     ranks = [pid for pid in pids(out) if pid != ended]
     send(ranks, signal.SIGSTOP)
+    wait_until(lambda: all(state_of(pid) == "T" for pid in ranks), "the other ranks stop")
+    os.kill(agent, signal.SIGCONT)
     launcher.wait_for("polyhvd agent: ", 2, error=True)
     time.sleep(1)  # both would have been ended
     send(ranks, signal.SIGCONT)

@@ -509,6 +509,7 @@ class Agent:
                 return
 
     def _reap(self) -> None:
+        now = time.monotonic()  # one for all, since their order is not known
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
@@ -519,13 +520,13 @@ class Agent:
             self._stopped.pop(pid, None)
             self._reported.discard(pid)
             if os.WIFSTOPPED(status) and pid in self._ranks:
-                self._stopped[pid] = time.monotonic()
+                self._stopped[pid] = now
             if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
                 continue
             rank = self._ranks.pop(pid, None)
             if rank is None:
                 continue  # an orphan of a rank
-            self._last_exit = time.monotonic()
+            self._last_exit = now
             for descriptor in [d for d, (owner, _) in self._pipes.items() if owner == rank]:
                 self._drain(descriptor)
             self._send_report(rank)
@@ -546,7 +547,7 @@ class Agent:
         since, these may have waited for them. One that is left of several is ended.
         """
         for pid in [pid for pid in self._stopped if self._stopped_until(pid) <= now]:
-            are_all = len(self._stopped) == len(self._ranks) and self._last_exit < self._stopped[pid]
+            are_all = len(self._stopped) == len(self._ranks) and self._last_exit <= self._stopped[pid]
             are_all = are_all and (len(self._ranks) > 1 or not self._last_exit)
             if self._suspended or (pid in self._reported and are_all):
                 self._stopped[pid] = now
