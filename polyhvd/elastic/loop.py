@@ -141,7 +141,8 @@ def looped(
                 skip_sync = interrupt.skip_sync
             except Exception as raised:
                 error = translate(raised)
-                if not isinstance(error, HorovodInternalError) or isinstance(error, RankMismatchError):
+                is_mine = not isinstance(error, HorovodInternalError) or isinstance(error, RankMismatchError)
+                if is_mine or _has_left():  # then it is of a function of on_leave()
                     raise
                 if reset is None and _member() is None:
                     _LOG.error(
@@ -168,6 +169,12 @@ def _member() -> process.Process | None:
     """This process as a member of an elastic job that has been in a world; else None."""
     member = process.find()
     return member if member is not None and member.worlds else None
+
+
+def _has_left() -> bool:
+    """Return whether the launcher has dismissed this process, which gets no further place."""
+    member = _member()
+    return member is not None and member.launcher.reply.generation == 0
 
 
 def _is_skipped(number: int) -> bool:

@@ -73,7 +73,7 @@ class Membership:
         self._finishing = False  # a member of a world has ended well
         self._leaving = False  # all members leave with notice
         self._cut_short = False  # one of them has left before the end of the program
-        self._over = False
+        self._over = self._has_failed = False
         self._too_few_since: float | None = None
         self._shortage = ""  # message for the user while processes or slots are too few
         self._parting = ""  # why the job ends when all have left; empty: it was not for a shortage
@@ -212,6 +212,11 @@ class Membership:
     def host_of(self, member: int) -> str:
         """Where a member that lives is."""
         return self._members[member].host
+
+    def awaits_place(self, member: int, after: int) -> bool:
+        """Return whether a member's request for a place after this generation has not been answered."""
+        found = self._members.get(member)
+        return found is not None and not found.dismissed and found.generation == after
 
     def leaves_by(self, member: int) -> str:
         """Which members leave with notice: "one" (this one), "all" of its world; empty: this one does not."""
@@ -407,6 +412,11 @@ class Membership:
     def over(self) -> bool:
         """Whether nothing more will be decided."""
         return self._over
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the job is over because it has failed."""
+        return self._has_failed
 
     # Consequences of events
 
@@ -772,5 +782,5 @@ class Membership:
         )
 
     def _end(self, reason: str, cause: int | None = None, *, resumable: bool = False) -> list[Action]:
-        self._over = True
+        self._over = self._has_failed = True
         return [End(reason, cause, resumable)]

@@ -99,6 +99,11 @@ class PlaceRequest:
     dead: list[int] = field(default_factory=list)
     commits: int = -1  #: number of the last commit of that call's state; -1: there is none
 
+    @property
+    def commit(self) -> tuple[int, int]:
+        """The numbers of the call and of its last commit. A greater one is newer."""
+        return self.call, self.commits
+
     def encoded(self) -> bytes:
         """As bytes for the store."""
         return json.dumps(asdict(self)).encode()
@@ -131,6 +136,7 @@ class PlaceReply:
     #: The value of --on-state-lost if a state was committed before and no member of this world has it; else
     #: empty.
     state_lost: str = ""
+    saves: bool = False  #: with generation 0: the job has failed, and this process writes its last commit
 
     def encoded(self) -> bytes:
         """As bytes for the store."""

@@ -280,6 +280,11 @@ class Process:
         if (figure := pace.step(time.monotonic(), *world.engine.waits, world.data_wait_s)) is not None:
             self.watch.send(STEPS, figure.encoded(), again=True)
 
+    @property
+    def state_lost(self) -> str:
+        """The value of ``--on-state-lost`` if the state was lost and this world has not committed since."""
+        return "" if self._progressed else self.launcher.reply.state_lost
+
     def slow_ranks(self) -> list[SlowRank]:
         """The slow ranks of the present world, as the launcher has last reported them."""
         world = current.find()

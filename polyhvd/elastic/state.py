@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -238,6 +239,8 @@ class ObjectState(State):
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
         self._saved: dict[str, Any] = {}
+        #: Folder and number of steps of the last ``train()`` that has ended with this state.
+        self._ended: tuple[Path | None, int] = (None, -1)
         self._local: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._names = list(kwargs)
         for name, value in kwargs.items():
@@ -305,7 +308,7 @@ class ObjectState(State):
 
     def _nothing_kept(self) -> None:
         """Called if no rank has a commit: in the first world, or after the loss of all that had the state."""
-        if (member := process.find()) is not None and member.launcher.reply.state_lost and self._rank() == 0:
+        if (member := process.find()) is not None and member.state_lost and self._rank() == 0:
             member.send_message(
                 "all processes that had the committed state were lost; training starts from initial values"
             )

@@ -71,9 +71,9 @@ def train(
             :class:`polyhvd.data.DistributedBatchSampler`.
         epochs: passes over the data in all, those before a restart included.
         checkpoint: a folder on a file system shared by all hosts. Rank 0 writes there after each epoch, and
-            when all ranks leave with notice; a restarted job resumes from the newest checkpoint. Then
-            ``state`` may keep only arrays, numbers and texts, in dicts, lists and tuples, since nothing is
-            pickled.
+            when all ranks leave with notice; if the job fails, one of the other ranks does. A restarted job
+            resumes from the newest checkpoint. Then ``state`` may keep only arrays, numbers and texts, in
+            dicts, lists and tuples, since nothing is pickled.
         checkpoint_every: also write after each of so many steps.
         commit_every: steps between two copies of the state in memory. With more, a failure undoes up to as
             many steps, which are made again; their rows count once all the same.
@@ -264,7 +264,12 @@ class Training(ObjectState):
         self._held = 0  # steps in a row with which no update was whole
         self._completed: int | None = None  # steps of this rank, whether committed or not, when one failed
         self.parts = LocalParts({**random_states(), **inner._local})
-        super().__init__(broadcast_object, _rank, steps=0, data=position.state_dict())
+        ended, steps = inner._ended
+        is_same = self._folder is not None and ended == self._folder.path.absolute()
+        #: Of a train() that has ended with this state and folder: no checkpoint is newer than the state.
+        self._former_steps = steps if is_same else -1
+        steps = max(0, self._former_steps)
+        super().__init__(broadcast_object, _rank, steps=steps, data=position.state_dict())
         self._unfit = ""  # why the state cannot be in a checkpoint, which sync() raises on all ranks
         if self._folder is not None:
             try:
@@ -325,6 +330,8 @@ class Training(ObjectState):
         if self._commit_is_due:
             self.commit()
         self.parts.finish()
+        if self._folder is not None:
+            self._inner._ended = self._folder.path.absolute(), self.steps
 
     # What the loop calls
 
@@ -394,8 +401,11 @@ class Training(ObjectState):
         try:
             yield
         except SystemExit as error:
+            member = process.find()
             if error.code == RESUME_STATUS:  # the launcher is gone
                 self._write_waiting()
+            elif member is not None and member.launcher.reply.saves:
+                self._write_waiting("the job has failed", level=logging.WARNING)
             raise
         finally:
             timer.cancel()
@@ -419,7 +429,7 @@ class Training(ObjectState):
 
     def _nothing_kept(self) -> None:
         member = process.find()
-        if member is None or not (policy := member.launcher.reply.state_lost):
+        if member is None or not (policy := member.state_lost):
             return
         lost = "all processes that had the trained state were lost, and there is no checkpoint"
         if policy == "restart":
@@ -468,12 +478,12 @@ class Training(ObjectState):
             folder.write(self.steps, self.exported())
             _LOG.info("elastic: checkpoint of step %d written, since every rank leaves", self.steps)
 
-    def _write_waiting(self) -> None:
+    def _write_waiting(self, why: str = "too few ranks are left", level: int = logging.INFO) -> None:
         folder = self._folder
         try:
-            if folder is not None and self.steps not in folder.numbers():
+            if folder is not None and self.steps and self.steps not in folder.numbers():
                 folder.write(self.steps, self.exported())
-                _LOG.info("elastic: checkpoint of step %d written, since too few ranks are left", self.steps)
+                _LOG.log(level, "elastic: checkpoint of step %d written, since %s", self.steps, why)
         except Exception as error:
             _LOG.error("elastic: %s", error)
 
@@ -490,14 +500,19 @@ class Training(ObjectState):
                 damaged += [str(folder.file(number)) for number in numbers & tried]
             except CheckpointError as raised:
                 error = str(raised)
-            found = allgather_object((newest, error, damaged), name="elastic.train.checkpoints")
-            for rank, (_, text, _) in enumerate(found):
+            mine = newest, error, damaged, self._former_steps
+            found = allgather_object(mine, name="elastic.train.checkpoints")
+            for rank, (_, text, *_) in enumerate(found):
                 if text:
                     raise self._error_of(rank, text)
-            newest = max(number for number, _, _ in found)
+            newest = max(number for number, *_ in found)
+            former = max(steps for *_, steps in found)
+            if former >= max(newest, 0):  # the user may have changed the state since
+                self._commits = 0 if self._former_steps == former else self._commits
+                return
             if newest < 0:
                 break
-            root = [number for number, _, _ in found].index(newest)
+            root = [number for number, *_ in found].index(newest)
             loaded = None
             if self._rank() == root:
                 tried.add(newest)
@@ -509,7 +524,7 @@ class Training(ObjectState):
                 self.on_reset()  # it may be that of another number of ranks
                 return
             torn.append(error)
-        if files := sorted({file for _, _, files in found for file in files}):
+        if files := sorted({file for _, _, files, _ in found for file in files}):
             raise self._error_of(
                 0,
                 f"{'; '.join(torn) or 'all checkpoints are damaged'}; there is none to resume from. Restore "

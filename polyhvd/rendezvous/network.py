@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import ipaddress
 import os
@@ -13,6 +14,7 @@ import socket
 import struct
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "abstract_listeners",
@@ -28,6 +30,7 @@ __all__ = [
     "is_local",
     "is_loopback",
     "is_silent",
+    "look_up",
     "loopback",
     "nearest_first",
     "own_addresses",
@@ -318,14 +321,10 @@ def _is_own_address(address: str) -> bool:
 
 def address_towards(host: str) -> str:
     """The address of this host that the kernel would use to reach ``host``; sends nothing."""
-    try:
-        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        # An alias that only ssh knows: use the default route.
-        targets = [
-            (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("192.0.2.1", 9)),
-            (socket.AF_INET6, socket.SOCK_DGRAM, 0, "", ("2001:db8::1", 9, 0, 0)),
-        ]
+    targets = _targets(host) or (  # else an alias that only ssh knows: use the default route
+        (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("192.0.2.1", 9)),
+        (socket.AF_INET6, socket.SOCK_DGRAM, 0, "", ("2001:db8::1", 9, 0, 0)),
+    )
     for family, kind, protocol, _, target in targets:
         try:
             with socket.socket(family, kind, protocol) as probe:
@@ -346,17 +345,45 @@ def address_for(host: str) -> str:
         return next(iter(own_addresses()), loopback())
 
 
+def look_up(host: str) -> None:
+    """Ask name servers for a host, so that :func:`is_local` and :func:`address_for` answer at once."""
+    is_local(host)
+    address_for(host.rpartition("@")[2])
+
+
+def _targets(host: str) -> tuple[tuple[Any, ...], ...]:
+    """The addresses of a host, as ``getaddrinfo`` returns them; empty: they are not known."""
+    with contextlib.suppress(OSError):
+        return _known(host)
+    return ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _known(host: str) -> tuple[tuple[Any, ...], ...]:
+    """The same, from the first lookup of this process; raises OSError if it may succeed later."""
+    try:
+        return tuple(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM))
+    except UnicodeError:  # it cannot be a host's name
+        return ()
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_SYSTEM, socket.EAI_MEMORY):  # of this process, and not of the name
+            raise
+        return ()
+
+
+@functools.cache
+def _own_names() -> tuple[str, ...]:
+    return "localhost", socket.gethostname(), socket.getfqdn()
+
+
 def is_local(host: str) -> bool:
     """Return whether processes of ``host`` are started here, without ssh.
 
     127.0.0.2 and above count as other hosts, so that several can be played on one machine.
     """
-    if host in ("localhost", socket.gethostname(), socket.getfqdn()):
+    if host in _own_names():
         return True
-    try:
-        found = {str(item[4][0]) for item in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return False
+    found = {str(item[4][0]) for item in _targets(host)}
     return any(
         address in ("127.0.0.1", "::1") or (not address.startswith("127.") and _is_own_address(address))
         for address in found

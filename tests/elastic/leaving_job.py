@@ -54,6 +54,8 @@ STATE.register_reset_callbacks([lambda: say("reset")])
 def leave(notice: Leave) -> None:
     assert (STATE.weights == sum(range(1, STATE.step + 1))).all()
     say(f"left rank {notice.rank} of {notice.size} everyone {notice.everyone} step {STATE.step}")
+    if os.environ.get("LEAVE_FAILS") == "1":
+        raise hvd.PeerLostError("of a function of on_leave()")
 
 
 train(STATE)

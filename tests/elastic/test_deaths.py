@@ -68,21 +68,27 @@ def test_survivors_hear_of_a_death_before_the_memory_is_free(tmp_path: Path) -> 
 
 def test_rank_that_exits_without_leave_ends_the_job_though_others_have_gone_on(launcher: Launcher) -> None:
     source = (
-        "import os\n"
+        "import os, signal\n"
         "import numpy as np\n"
         "import polyhvd.numpy as hvd\n"
         "hvd.init()\n"
         "@hvd.elastic.run\n"
         "def train(state):\n"
         "    while state.step < 100000:\n"
-        "        if hvd.rank() == 1 and state.step == 3: os._exit(7)\n"
+        "        if hvd.rank() == 1 and hvd.size() == 3 and state.step == 3:\n"
+        "            os.kill(os.getppid(), signal.SIGSTOP)  # the agent, which reports its end\n"
+        "            os._exit(7)\n"
+        "        if hvd.size() == 2 and state.step == 10: os.kill(os.getppid(), signal.SIGCONT)\n"
         "        hvd.allreduce(np.ones(5), name='x')\n"
         "        state.step += 1\n"
         "        state.commit()\n"
         "train(hvd.elastic.ArrayState(step=0))\n"
+        "print('trained')\n"
     )
-    status, _, err = launcher.run("-np", "3", "--min-np", "1", source=source, fresh=True)
-    assert status == 7
+    began = time.monotonic()
+    status, out, err = launcher.run("-np", "3", "--min-np", "1", source=source, fresh=True)
+    assert (status, "trained" in out) == (7, False)  # they end at their next commit ...
+    assert time.monotonic() < began + 25.0  # ... and not by SIGKILL, which comes after 30 s
     assert "polyhvdrun: process 1 on localhost exited with status 7" in err
     assert "the job continues" not in err
 

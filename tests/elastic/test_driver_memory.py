@@ -15,8 +15,10 @@ from polyhvd.elastic.places import (
     LEAVE_NOTICES,
     PROGRESS,
     STEPS,
+    PlaceReply,
     PlaceRequest,
     place_requests_scope,
+    place_scope,
 )
 from polyhvd.launch.elastic.driven import Elastic
 from polyhvd.launch.elastic.driver import Driver
@@ -188,3 +190,32 @@ def test_launcher_keeps_no_more_after_many_losses_than_after_some(job: Job) -> N
         counts.append(things(job.driver, set()) + things(job.rendezvous._values, set()))
     assert job.formed > 80
     assert counts[1] <= counts[0] + 8, counts
+
+
+@pytest.mark.parametrize(
+    ("before", "later", "writers"),
+    [
+        ({0: 5, 1: 6}, {}, {1}),
+        ({0: 6, 1: 6}, {}, {0}),
+        ({0: 5}, {1: 6}, {0, 1}),
+        ({0: 6}, {1: 5}, {0}),
+        ({}, {0: 6, 1: 6}, {0}),
+    ],
+)
+def test_process_with_the_newest_commit_is_asked_to_write_it_when_the_job_fails(
+    job: Job, before: dict[int, int], later: dict[int, int], writers: set[int]
+) -> None:
+    def ask(commits: dict[int, int]) -> None:
+        for member, number in commits.items():
+            request = PlaceRequest(job.formed, wired=True, progressed=True, call=1, commits=number)
+            job.tell(member, place_requests_scope(job.formed), request.encoded(), own=True)
+
+    job.come()
+    assert job.driver._membership.ranks == [0, 1, 2]
+    ask(before)
+    job.driver.on_ending(Ending(2, "here", 1, [], "", [], "process", b"+"), frozenset({0, 1}), job.now)
+    job.turn()
+    ask(later)
+    scopes = {member: place_scope(member, job.formed) for member in (0, 1)}
+    replies = {member: job.living[member].gather(scope, 1, 30.0)[0] for member, scope in scopes.items()}
+    assert {member for member, reply in replies.items() if PlaceReply.decoded(reply).saves} == writers

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -323,3 +325,41 @@ def test_host_that_is_unfit_at_the_beginning_is_missed_where_it_is_needed(
     assert status == 1
     assert "127.0.0.9 cannot take part for now: refused: " in err
     assert err.rstrip().endswith("polyhvdrun: the other hosts have 1 slots, fewer than --min-np 2")
+
+
+@pytest.fixture
+def silent_name_server(cluster: Cluster) -> Iterator[None]:
+    """The launcher's host asks a name server that never answers."""
+    launcher_host = cluster.hosts[0]
+    folder = Path("/etc/netns") / launcher_host.name  # of which `ip netns exec` makes /etc
+    folder.mkdir(parents=True)
+    (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:5 attempts:2\n")
+    source = (
+        "import socket, sys\n"
+        "listener = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+        "listener.bind(('127.0.0.1', 53))\n"
+        "print('listens', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    server = launcher_host.popen(sys.executable, "-c", source, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"listens\n"
+        yield
+    finally:
+        server.kill()
+        server.communicate()
+        shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("silent_name_server")
+def test_name_server_that_is_silent_when_a_host_is_added_costs_no_rank(cluster: Cluster) -> None:
+    b = cluster.hosts[1].address
+    cluster.are("localhost:1", f"{b}:1")
+    cluster.start(*cluster.discovers(), "-np", "2", "--min-np", "2", "--max-np", "3")
+    cluster.world(1, 2)
+    cluster.are("localhost:1", f"{b}:1", "node3.cluster:1")
+    cluster.says("node3.cluster cannot take part for now: ")
+    err = cluster.finish(2)
+    assert "was lost" not in err
+    assert "nothing was received" not in err

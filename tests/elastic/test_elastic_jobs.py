@@ -176,8 +176,9 @@ def test_world_changes_in_the_outermost_of_nested_functions_alone(launcher: Laun
     assert (status, out.count("end 4 20 size 3")) == (0, 3), f"{out}\n{err}"
 
 
-@pytest.mark.parametrize("way", ["run", "train"])
+@pytest.mark.parametrize("way", ["run", "train", "train with checkpoints"])
 def test_newcomer_does_not_do_again_what_others_have_done(launcher: Launcher, way: str) -> None:
+    folder = str(launcher._folder / "checkpoints") if way == "train with checkpoints" else None
     source = (
         "import os, signal, sys\n"
         "import numpy as np\n"
@@ -204,7 +205,8 @@ def test_newcomer_does_not_do_again_what_others_have_done(launcher: Launcher, wa
         "        run(state, 10 * phase)\n"
         "    else:\n"
         "        loader = ArrayLoader([np.arange(60)], batch_size=6)\n"
-        "        hvd.elastic.train(step, state, loader, epochs=3, progress=False)\n"
+        f"        options = dict(checkpoint={folder!r}, progress=False)\n"
+        "        hvd.elastic.train(step, state, loader, epochs=3, **options)\n"
         "os.write(1, b'end %d %g size %d\\n' % (state.steps, state.total[0], hvd.size()))\n"
     )
     # The spare takes the place at once.
@@ -449,6 +451,9 @@ def step(batch):
             for pid in reversed(pids):
                 os.kill(pid, signal.SIGKILL)
 hvd.elastic.train(step, state, ArrayLoader([np.zeros(20)], batch_size=1), epochs=1)
+if WAY == "lose all":  # the next training has lost nothing
+    other = hvd.elastic.ArrayState(w=np.zeros(1))
+    hvd.elastic.train(lambda batch: None, other, ArrayLoader([np.zeros(2)], batch_size=1), epochs=1)
 os.write(1, b"trained %d\\n" % number)
 if WAY == "kill" and number == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -611,6 +616,93 @@ def test_job_goes_on_where_the_launcher_has_no_descriptors_left_for_a_host(
         "on 127.0.0.1 was not started: polyhvdrun cannot start an agent for it: Too many open files; the job"
     )
     launcher.wait_for(expected, 1, error=True)
+    done.touch()
+    status, _, err = launcher.finish()
+    assert status == 0, err
+
+
+def test_job_goes_on_with_hosts_that_come_in_any_order_or_cannot_be(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    hosts, done = tmp_path / "hosts", tmp_path / "done"
+
+    def are(*lines: str) -> None:
+        new = hosts.with_suffix(".new")
+        new.write_text("".join(f"{line}\n" for line in lines))
+        new.rename(hosts)
+
+    source = (
+        "import os, time\nimport numpy as np\nimport polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    os.write(1, b'size %d\\n' % hvd.size())\n"
+        f"    while not hvd.allreduce(np.array([float(os.path.exists({str(done)!r}))]), name='done')[0]:\n"
+        "        time.sleep(0.02)\n"
+        "        state.commit()\n"
+        "train(hvd.elastic.ArrayState(step=0))\n"
+    )
+    are("localhost slots=1")
+    options = ["-np", "1", "--min-np", "1", "--max-np", "2", "--hostfile", str(hosts)]
+    launcher.start(*options, source=source)
+    launcher.wait_for("size 1", 1)
+    are("localhost slots=2", "127.0.0.9 slots=1")  # the latter is not needed yet
+    launcher.wait_for("size 2", 2)
+    are("localhost slots=1", "127.0.0.1 slots=1")
+    launcher.wait_for("size 2", 4)
+    are("localhost slots=1", "127.0.0.9 slots=1")
+    launcher.wait_for("127.0.0.9 cannot take part for now: ", 1, error=True)
+    are("localhost slots=1", "a..b slots=1")
+    launcher.wait_for("a..b cannot take part for now: ", 1, error=True)
+    done.touch()
+    status, _, err = launcher.finish()
+    assert status == 0, err
+
+
+def test_job_that_was_restarted_grows_when_its_file_of_hosts_does(launcher: Launcher, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=1\n")
+    source = (
+        "import os, time\nimport polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    if os.environ['POLYHVD_RESTART_COUNT'] == '0': raise ValueError('of the first start')\n"
+        "    os.write(1, b'size %d\\n' % hvd.size())\n"
+        "    while hvd.size() == 1:\n"
+        "        time.sleep(0.02)\n"
+        "        state.commit()\n"
+        "    hvd.barrier()\n"
+        "train(hvd.elastic.ArrayState(step=0))\n"
+    )
+    options = ["-np", "1", "--min-np", "1", "--max-np", "2", "--max-restarts", "1", "--hostfile", str(hosts)]
+    launcher.start(*options, source=source)
+    launcher.wait_for("size 1", 1)
+    hosts.write_text("localhost slots=2\n")
+    status, out, err = launcher.finish(60.0)
+    assert (status, out.count("size 2")) == (0, 2), err
+
+
+def test_job_outlives_the_directory_in_which_it_was_started(launcher: Launcher, tmp_path: Path) -> None:
+    folder, done = tmp_path / "folder", tmp_path / "done"
+    folder.mkdir()
+    source = (
+        "import os, time\nimport numpy as np\nimport polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    os.write(1, b'pid %d of %d\\n' % (os.getpid(), hvd.size()))\n"
+        f"    while not hvd.allreduce(np.array([float(os.path.exists({str(done)!r}))]), name='done')[0]:\n"
+        "        time.sleep(0.02)\n"
+        "        state.commit()\n"
+        "train(hvd.elastic.ArrayState(step=0))\n"
+    )
+    before = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
+    launcher.start("-np", "2", "--min-np", "1", source=source, before=before, fresh=True)
+    pid = int(re.findall(rb"pid (\d+) of 2", launcher.wait_for(" of 2", 2))[0])
+    folder.rmdir()
+    os.kill(pid, signal.SIGKILL)
+    launcher.wait_for(f"cannot enter {folder}: ", 1, error=True)
     done.touch()
     status, _, err = launcher.finish()
     assert status == 0, err

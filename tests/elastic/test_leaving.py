@@ -78,6 +78,16 @@ def test_rank_that_gets_sigterm_leaves_between_two_steps(
     assert "generation 3" not in err, "its slot stays empty"
 
 
+def test_rank_whose_function_of_on_leave_fails_with_a_lost_peer_ends(launcher: Launcher) -> None:
+    job = Job(launcher, *QUIET, env={"LEAVE_FAILS": "1"})
+    pids = job.world(1, 3)
+    os.kill(pids[1], signal.SIGTERM)
+    job.world(2, 2)
+    assert_gone([pids[1]])
+    _, err = job.finish(2)
+    assert "PeerLostError: of a function of on_leave()" in err
+
+
 def test_spare_takes_the_place_of_a_rank_that_leaves(launcher: Launcher) -> None:
     job = Job(launcher, "-np", "2", "--min-np", "2", "--spares", "1")
     os.kill(job.world(1, 2)[1], signal.SIGTERM)

@@ -82,6 +82,7 @@ def test_weights_are_those_of_a_job_that_was_not_killed(
 ) -> None:
     status, ends, said = run(launcher, *REPLACED, kills=kills, how=how)
     assert (status, ends) == (0, 3 * [end]), said
+    assert "polyhvdrun: the training continues from the commit of step " in said
 
 
 @pytest.mark.parametrize("kills", [("before:1:4",), ("after:0:4",), ("commit:2:9",)], ids="-".join)
@@ -221,6 +222,22 @@ def test_newest_commit_is_written_when_all_are_told_to_leave_and_rank_0_has_just
     assert len(set(ends)) == 1, said
     assert ends[0].endswith("counts [2.0] steps 18 size 3"), said
     assert framework != "numpy" or ends[0] == request.getfixturevalue("end"), said
+
+
+@pytest.mark.parametrize("late", [(), (0,), (2,)], ids=lambda late: "-".join(("late", *map(str, late))))
+def test_newest_commit_is_written_when_an_exception_of_a_rank_ends_the_job(
+    launcher: Launcher, end: str, late: tuple[int, ...]
+) -> None:
+    kills = ("raise:1:6", *(f"late:{rank}:5" for rank in late))
+    status, ends, said = run(launcher, "-np", "3", "--min-np", "2", kills=kills, how="checkpoint")
+    assert (status, ends) == (1, []), said
+    assert "LookupError: there is no row 6" in said
+    written = checkpoints(launcher)
+    assert written[-1] == "checkpoint-000000000006.npz", said
+    assert late or len(written) == 1, said
+    status, ends, said = run(launcher, "-np", "3", "--min-np", "3", how="checkpoint")
+    assert (status, ends) == (0, 3 * [end]), said
+    assert len(re.findall(r"polyhvdrun: resumed from \S+-000000000006\.npz, step 6\n", said)) == 1, said
 
 
 def ranks_of(argument: str) -> list[int]:

@@ -168,6 +168,30 @@ def test_training_that_has_ended_makes_no_step_when_it_is_started_again(tmp_path
     assert second.count == 10
 
 
+def test_second_training_in_a_folder_keeps_changes_that_were_made_after_the_first(tmp_path: Path) -> None:
+    def train(mine: Any, data: ArrayLoader, epochs: int) -> None:
+        def step(batch: Any) -> None:
+            mine.count += 1
+
+        hvd.elastic.train(step, mine, data, epochs=epochs, checkpoint=tmp_path, progress=False)
+
+    first, data = state(rate=1.0, count=0), loader()
+    train(first, data, 1)
+    first.rate = 0.5
+    train(first, data, 2)
+    assert (first.rate, first.count) == (0.5, 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-000000000005.npz",
+        "checkpoint-000000000010.npz",
+    ]
+    second, data = state(rate=1.0, count=0), loader()  # of a process that was started again
+    train(second, data, 1)
+    assert (second.rate, second.count) == (0.5, 10)
+    second.rate = 0.25
+    train(second, data, 3)
+    assert (second.rate, second.count) == (0.25, 15)
+
+
 def test_step_that_moves_the_position_itself_is_refused() -> None:
     data = loader()
     with pytest.raises(hvd.InvalidArgumentError, match=r"advance\(\): leave it to elastic\.train\(\)"):

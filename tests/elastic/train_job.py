@@ -4,6 +4,7 @@ Arguments: the framework, a folder, and places at which a process kills itself, 
 
     before:RANK:STEP   in the step, before its collectives; other ranks may still be in the step before
     committed:RANK:STEP   the same, but not until the other ranks have committed so many steps
+    raise:RANK:STEP    the same, but this rank raises an exception
     after:RANK:STEP    in the step, when the weights are updated
     commit:RANK:STEP   within the commit of the step, when half of the state was copied
     write:RANK:STEP    while the checkpoint of that step is written
@@ -194,7 +195,7 @@ class KilledTraining(Training):
 
     def _committed(self) -> None:
         super()._committed()
-        if KILLS.pending("committed", "set"):
+        if KILLS.pending("committed", "raise", "set"):
             commit_file(hvd.rank(), self.steps).touch()
 
     def _sync_from(self, root: int, *, among: Any) -> None:
@@ -276,6 +277,9 @@ def die_when_others_have_committed(kind: str, number: int) -> None:
         commit_file(rank, number).exists() or KILLS.is_done("late", rank, number - 1) for rank in others
     ):
         time.sleep(0.01)
+    if kind == "raise":
+        KILLS.kill_at([], kind, hvd.rank(), number)
+        raise LookupError(f"there is no row {number}")
     KILLS.die_at(kind, hvd.rank(), number)
 
 
@@ -311,7 +315,8 @@ def train(epochs: int, in_step: Any = lambda number: None, **options: Any) -> st
         batch = as_batch(items)
         number = made[-1].steps
         KILLS.die_at("before", hvd.rank(), number)
-        die_when_others_have_committed("committed", number)
+        for kind in ("committed", "raise"):
+            die_when_others_have_committed(kind, number)
         in_step(number)
         kill_others(number)
         use_the_pair(number)

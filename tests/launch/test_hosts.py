@@ -148,10 +148,12 @@ def test_other_loopback_addresses_play_other_hosts() -> None:
     assert network.is_local("127.0.0.1")
     assert not network.is_local("127.0.0.2")
     assert not network.is_local("no-such-host.invalid")
+    assert not network.is_local("a..b")
 
 
 def test_kernel_chooses_the_address_towards_a_host() -> None:
     assert network.address_towards("127.0.0.2") == "127.0.0.1"
+    assert network.address_for("a..b") == network.address_for("no-such-host.invalid")
 
 
 def test_unknown_interface_error_lists_those_that_exist() -> None:

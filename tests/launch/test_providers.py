@@ -156,6 +156,7 @@ def test_the_doctor_s_lines_say_what_was_seen_and_which_came_first() -> None:
     [
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"'}, "TF_CONFIG is not a description of a cluster"),
         ({"TF_CONFIG": '{"cluster": {"worker": "a:1"}}'}, "TF_CONFIG is not a description of a cluster"),
+        ({"TF_CONFIG": "[" * 100_000}, "TF_CONFIG is not a description of a cluster"),
         (cluster("worker", worker=["a:1", "b:1", "a:1"]), "TF_CONFIG names a:1 twice"),
         (
             cluster("worker", worker=[]),

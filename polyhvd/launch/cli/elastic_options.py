@@ -13,6 +13,7 @@ from polyhvd.launch.cli.options import is_one_of_several
 from polyhvd.launch.elastic.discovery import Discovery, HostsFile, discovery_of
 from polyhvd.launch.elastic.driven import Elastic
 from polyhvd.launch.hosts.lists import Host
+from polyhvd.rendezvous import network
 
 __all__ = ["elastic_of"]
 
@@ -36,7 +37,8 @@ def elastic_of(programs: Sequence[argparse.Namespace], hosts: list[Host] | None)
         raise ValueError("--host-discovery-script lists the hosts; leave out -H and --hostfile")
     discovery = None
     if options.host_discovery_script is not None:
-        discovery = Discovery(discovery_of(options.host_discovery_script, options.slots_per_host or 1))
+        source = discovery_of(options.host_discovery_script, options.slots_per_host or 1)
+        discovery = Discovery(source, look_up=network.look_up)
         try:
             found = discovery.look()
         except (ValueError, OSError):
@@ -46,7 +48,8 @@ def elastic_of(programs: Sequence[argparse.Namespace], hosts: list[Host] | None)
             raise ValueError(text) from error
         hosts = [Host(name, slots) for name, slots in found.items()]
     elif options.hostfile is not None:
-        discovery = Discovery(HostsFile(options.hostfile, options.slots_per_host or 1))
+        source = HostsFile(options.hostfile, options.slots_per_host or 1)
+        discovery = Discovery(source, look_up=network.look_up)
         discovery.look()
     size = options.num_proc or options.min_np or sum(host.slots for host in hosts or ())
     if not size:

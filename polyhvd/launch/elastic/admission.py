@@ -118,5 +118,7 @@ class Admission:
 
             fixed = bool(self._spec.interface or self._spec.address)
             timeout_s = self._spec.start_timeout_s
-            self._made = HostChecks(self._rendezvous, self._secret, timeout_s, fixed=fixed)
+            self._made = HostChecks(
+                self._rendezvous, self._secret, timeout_s, fixed=fixed, folder=self._spec.cwd
+            )
         return self._made

@@ -239,11 +239,19 @@ class Discovery:
     Args:
         source: the discovery to call.
         interval_s: the pause between two calls.
+        look_up: called with the name of each host that is found; it may wait, as for name servers.
     """
 
-    def __init__(self, source: HostDiscovery, interval_s: float = _INTERVAL_S) -> None:
+    def __init__(
+        self,
+        source: HostDiscovery,
+        interval_s: float = _INTERVAL_S,
+        *,
+        look_up: Callable[[str], object] = lambda name: None,
+    ) -> None:
         self.source = source
         self._interval_s = interval_s
+        self._look_up = look_up
         self._lock = threading.Lock()  # of what follows, which both threads use
         self._found: dict[str, int] | None = None  # new, and not taken yet
         self._complaints: list[str] = []
@@ -253,16 +261,26 @@ class Discovery:
 
     def look(self) -> dict[str, int]:
         """Ask once, on this thread; what the source raises is raised."""
-        hosts = {
-            str(name): int(slots) for name, slots in self.source.find_available_hosts_and_slots().items()
-        }
+        hosts = self._ask()
         with self._lock:
             self._known = hosts
         return hosts
 
+    def _ask(self) -> dict[str, int]:
+        hosts = {
+            str(name): int(slots) for name, slots in self.source.find_available_hosts_and_slots().items()
+        }
+        for name in hosts:
+            self._look_up(name)
+        return hosts
+
     def begin(self, ring: Callable[[], None]) -> None:
         """Begin to ask; ``ring`` is called, on the thread, when there is something to take."""
-        threading.Thread(target=self._run, args=(ring,), name="polyhvd-discovery", daemon=True).start()
+        with self._lock:
+            if self._closed.is_set():  # the job is restarted, with the hosts that it had at first
+                self._closed, self._known = threading.Event(), None
+        arguments = (ring, self._closed)
+        threading.Thread(target=self._run, args=arguments, name="polyhvd-discovery", daemon=True).start()
 
     def take(self) -> dict[str, int] | None:
         """The hosts, if they have changed since they were taken last."""
@@ -280,17 +298,20 @@ class Discovery:
         """Stop the discovery, without waiting for a call in progress."""
         self._closed.set()
 
-    def _run(self, ring: Callable[[], None]) -> None:
-        while not self._closed.wait(self._interval_s):
+    def _run(self, ring: Callable[[], None], closed: threading.Event) -> None:
+        while not closed.wait(self._interval_s):
             before = self._known
             complaint = ""
             try:
-                hosts = self.look()
+                hosts = self._ask()
             except Exception as error:
                 text = (str(error) or type(error).__name__)[:_COMPLAINT_CHARACTERS_MAX]
                 complaint = f"discovery of hosts: {text}; the hosts stay as they are"
             with self._lock:
+                if closed.is_set():
+                    return
                 changed = not complaint and hosts != before
+                self._known = self._known if complaint else hosts
                 if changed:
                     self._found = hosts
                 # Many programs begin each line with the time and their process id.
@@ -299,5 +320,5 @@ class Discovery:
                 if is_new:
                     self._complaints.append(complaint)
                 self._last_complaint = shape
-            if (changed or is_new) and not self._closed.is_set():
+            if (changed or is_new) and not closed.is_set():
                 ring()

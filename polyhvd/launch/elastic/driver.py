@@ -94,6 +94,7 @@ class Driver:
         self._place_requests: dict[int, PlaceRequest] = {}  # the last of each member that lives
         self._endings: dict[int, Ending] = {}  # of members that were lost, as far as they may be blamed
         self._resumable = False
+        self._saved = PlaceRequest().commit  # after a failure: the newest that a member was asked to write
         self._shortage = ""  # the shortage that was printed last
         self._rejected: deque[int] = deque()  # members that requested a place after they were given up
         #: What the job's loop waits on: something was received.
@@ -224,7 +225,7 @@ class Driver:
                 progressed=request.progressed,
                 failed=bool(request.failure),
                 dead=request.dead,
-                commit=(request.call, request.commits),
+                commit=request.commit,
             )
         )
 
@@ -263,6 +264,8 @@ class Driver:
             ending.rank, exit_kind, now, has_begun=has_begun, has_finished=has_finished, why=describe(ending)
         )
         ends = [action for action in actions if isinstance(action, End)]
+        if ends:  # ranks that have continued without it would train on until they are killed
+            self._job.rendezvous.post(notice_scope(self._membership.formed), 0, b"")
         is_loss = ending.rank in counted and not self._membership.all_are_leaving and not has_finished
         if exit_kind in (ExitKind.LOST, ExitKind.KILLED) and not ends and is_loss:
             self._report(f"{describe(ending)}; the job continues")
@@ -463,9 +466,13 @@ class Driver:
             self._report(f"generation {generation}: {size} rank{'s' if size > 1 else ''}")
 
     def _dismiss_all(self) -> None:
-        """Dismiss all members that wait for a place."""
-        for member in list(self._place_requests):
-            self._dismiss(member)
+        """Dismiss all members that wait for a place. If the job has failed, one writes the newest commit."""
+        newest_first = sorted(self._place_requests.items(), key=lambda item: item[1].commit, reverse=True)
+        for member, request in newest_first:
+            waits = self._membership.awaits_place(member, request.after)
+            saves = self._membership.has_failed and waits and request.commit > self._saved
+            self._saved = request.commit if saves else self._saved
+            self._dismiss(member, saves=saves)
         self._place_requests.clear()
 
     def _reject(self, member: int, request: PlaceRequest) -> None:
@@ -476,13 +483,13 @@ class Driver:
             self._job.rendezvous.drop(places_scope(self._rejected.popleft()))
         self._rejected.append(member)
 
-    def _dismiss(self, member: int) -> None:
+    def _dismiss(self, member: int, *, saves: bool = False) -> None:
         assert self._job is not None
         request = self._place_requests.get(member)
         if request is not None:
             scope = place_scope(member, request.after)
             leaves = self._membership.leaves_by(member)
-            answer = PlaceReply(0, self._membership.departed_world(member), leaves=leaves)
+            answer = PlaceReply(0, self._membership.departed_world(member), leaves=leaves, saves=saves)
             self._job.rendezvous.post(scope, 0, answer.encoded())
 
     def _end(self, action: End) -> None:

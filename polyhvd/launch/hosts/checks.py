@@ -229,14 +229,18 @@ class HostChecks:
         secret: of the job. It goes to a host over the agent's connection, if it has to try several addresses.
         start_timeout_s: until when all hosts have to answer.
         fixed: the address of the rendezvous was chosen by the user.
+        folder: of the ranks; empty: that of this process.
     """
 
-    def __init__(self, rendezvous: Server, secret: str, start_timeout_s: float, *, fixed: bool) -> None:
+    def __init__(
+        self, rendezvous: Server, secret: str, start_timeout_s: float, *, fixed: bool, folder: str = ""
+    ) -> None:
         self._rendezvous = rendezvous
         self._secret = secret
         self._start_timeout_s = start_timeout_s
         self._timeout_s = min(_REACH_TIMEOUT_S, start_timeout_s / 2)
         self._fixed = fixed
+        self._folder = folder or os.getcwd()
         self._hosts: dict[HostAgent, _Host] = {}
         self._served = {network.parse_endpoint(rendezvous.endpoint)[0]: rendezvous.endpoint}
         self._all_served = fixed
@@ -253,10 +257,10 @@ class HostChecks:
         Args:
             process: the agent.
             programs: command lines of its ranks.
-            env: of them, above the agent's own. Their folder is this process's.
+            env: of them, above the agent's own.
         """
         different = {argv[0]: list(argv) for argv in programs}
-        request = {"cwd": os.getcwd(), "env": dict(env), "programs": list(different.values())}
+        request = {"cwd": self._folder, "env": dict(env), "programs": list(different.values())}
         request["version"] = self._version
         self._hosts[process] = _Host(process, request)
 

@@ -186,7 +186,9 @@ class Job:
         from polyhvd.launch.hosts.checks import HostChecks  # takes a while to import
 
         chosen = bool(spec.interface or spec.address)
-        checks = self._checks = HostChecks(self.rendezvous, self.secret, spec.start_timeout_s, fixed=chosen)
+        checks = self._checks = HostChecks(
+            self.rendezvous, self.secret, spec.start_timeout_s, fixed=chosen, folder=spec.cwd
+        )
         for process, items, _ in self._unstarted:
             env = {**process.environment, **spec.env}
             checks.add(process, [spec.argv_of([item.rank]) for item in items], env)
@@ -269,9 +271,11 @@ class Job:
 
     def _agent_on(self, host: Host, number: int) -> HostAgent:
         """The agent on a host of an elastic job; a new one has to report first whether the host is fit."""
-        while number >= len(self._hosts):
-            self._local.append(network.is_local(host.name))
-            self._hosts.append(host)
+        while number >= len(self._hosts):  # those between were not needed yet
+            self._local.append(False)
+            self._hosts.append(Host("", 0))
+        if self._hosts[number].name != host.name:
+            self._local[number] = network.is_local(host.name)
         self._hosts[number] = host
         for process in self._agents:
             refused = process.ended or self._admission.refuses(process)

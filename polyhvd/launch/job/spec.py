@@ -58,6 +58,7 @@ class JobSpec:
     verbose: bool = False
     metrics_port: int | None = None  # of the page for Prometheus; 0: any free one; None: no page
     metrics_address: str = "127.0.0.1"
+    cwd: str = field(default_factory=lambda: working_directory())  # of the ranks; it may be removed later
 
     @property
     def command(self) -> str:
@@ -155,7 +156,7 @@ class JobSpec:
         passed_on = {name: value for name, value in inherited.items() if name not in _NOT_PASSED_ON}
         return {
             "argv": self.argv_of([rank for rank, _ in ranks]),
-            "cwd": working_directory(),
+            "cwd": self.cwd,
             "env": {**passed_on, "PYTHONUNBUFFERED": "1", **self.env, **variables},
             "grace_s": self.term_grace_s,
             "stopped_s": self.stopped_s,
