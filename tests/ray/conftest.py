@@ -16,8 +16,12 @@ collect_ignore_glob = [] if is_installed("ray") else ["test_*.py"]
 TRIES = 4
 #: Of each node; Ray's default for such clusters is less than the images of Fashion-MNIST.
 _STORE_BYTES = 1 << 29
-#: A busy machine takes long to start Ray.
-SETTINGS = {"RAY_raylet_start_wait_time_s": "120", "RAY_agent_register_timeout_ms": "120000"}
+#: A busy machine takes long to start Ray, and leaves next to nothing to its workers, which run with nice 15.
+SETTINGS = {
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_agent_register_timeout_ms": "120000",
+    "RAY_worker_niceness": "0",
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
