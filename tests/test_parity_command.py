@@ -324,7 +324,7 @@ def test_a_watch_of_weights_that_are_not_finite_proves_nothing(tmp_path: Path) -
     assert done.returncode == STATUSES["nan"], done.stderr
     message = "step 2: 0.weight has NaNs or infinities before the step, on every rank"
     assert message in done.stderr
-    assert done.stdout.count(f"no rank has parted from the others in 3 steps; {message}") == 2
+    assert done.stdout.count(f"no divergence in 3 steps; {message}") == 2
 
 
 @pytest.mark.parametrize(
@@ -403,6 +403,20 @@ def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert done.returncode == STATUSES["rank-died"]
     assert "was not ready in time" in done.stderr
     assert time.monotonic() - begun < 120
+
+
+def test_a_folder_of_sources_does_not_hide_the_installed_package(tmp_path: Path) -> None:
+    """As in a clone in which `pip install .` was run; other modules of that folder are found there."""
+    hiding = tmp_path / "polyhvd"
+    hiding.mkdir()
+    (hiding / "__init__.py").write_text("raise ImportError('sources')")
+    case = CASE.replace("def build(framework):", "def build(framework):\n    import sizes")
+    write(tmp_path, "sizes.py", "")
+    write(tmp_path, "case.py", case)
+    words = [str(Path(sys.executable).with_name("polyhvd")), "parity", "case.py"]
+    options = ["--frameworks", "numpy", "--steps", "1", "--np", "1"]
+    done = subprocess.run([*words, *options], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -647,7 +661,7 @@ def test_the_page_stands_alone_and_is_accessible() -> None:
             assert attributes.get("aria-label")
     assert "prefers-color-scheme:dark" in text
     assert "step 0" in text
-    assert "compare its numbers with the table of optimizers" in text
+    assert "compare its settings with the table of optimizers" in text
 
 
 def test_infinite_differences_are_valid_json_and_junit() -> None:

@@ -280,8 +280,8 @@ def test_another_epsilon_is_found_in_its_layer_where_values_are_small(
     assert (found.step, found.kind, found.layer) == (0, "activation", 0)
 
 
-def limits_of(*facts: Facts, step: int = 0) -> list[float]:
-    return [limit.own for limit in Bounds(step).limits(facts).values()]
+def limits_of(*facts: Facts) -> list[float]:
+    return [limit.own for limit in Bounds().limits(facts).values()]
 
 
 def test_a_limit_follows_from_the_type_and_the_terms_of_its_own_layer() -> None:

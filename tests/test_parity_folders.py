@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,17 +69,6 @@ def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path, number: int)
         process.kill()
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=96k,mode=0700", "polyhvd-test", str(folder)]
-    if subprocess.run(words, capture_output=True).returncode:
-        pytest.skip("a file system can be mounted by root only, and not in every container")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 SCRIPT = """
 import numpy as np
 import polyhvd.numpy as hvd
@@ -93,21 +81,21 @@ for step in range(1000):
 
 
 @pytest.mark.parametrize("words", ["mlp --frameworks numpy --steps 20", "--scripts SCRIPT SCRIPT"])
-def test_a_full_folder_for_temporary_files_is_reported_in_one_line(words: str, small: Path) -> None:
-    script = small.parent / "script.py"
+def test_a_full_folder_for_temporary_files_is_reported_in_one_line(words: str, small_disk: Path) -> None:
+    script = small_disk.parent / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-m", "polyhvd.cli", "parity", *words.replace("SCRIPT", str(script)).split()],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(small)},
+        env={**os.environ, "TMPDIR": str(small_disk)},
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == STATUSES["no-room"], done.stdout + done.stderr
     assert done.stderr == (
-        f"polyhvd parity: no room in TMPDIR, which is {small}: free some of it, or set TMPDIR to a folder "
-        "with more\n"
+        f"polyhvd parity: no room in TMPDIR, which is {small_disk}: free some of it, or set TMPDIR to a "
+        "folder with more\n"
     )
 
 

@@ -70,12 +70,12 @@ def test_an_activation_that_is_another_one_is_found_in_a_half_type(precision: st
             "mlp",
             "float16",
             "mxnet,numpy",
-            "mxnet: MXNet has no half types on processors; take --frameworks numpy",
+            "mxnet: MXNet has no half types on processors; use --frameworks numpy",
         ),
-        ("mlp", "bfloat16", "mxnet", "mxnet: MXNet has no half types on processors; take another case"),
+        ("mlp", "bfloat16", "mxnet", "mxnet: MXNet has no half types on processors; use another case"),
         ("lstm", "float16", "torch,numpy", "torch: PyTorch has no LSTM in float16 on processors"),
-        ("cnn", "bfloat16", "numpy", "numpy: of equal numbers max pooling takes any"),
-        ("cnn", "float16", "torch,tensorflow", "torch: of equal numbers max pooling"),
+        ("cnn", "bfloat16", "numpy", "numpy: max pooling selects any of several equal"),
+        ("cnn", "float16", "torch,tensorflow", "torch: max pooling selects any"),
     ],
 )
 def test_what_cannot_be_computed_in_a_half_type_has_a_status_of_its_own(

@@ -252,7 +252,7 @@ def _reasons(dumps: Sequence[Dump]) -> list[str]:
 def _conclusion(dumps: Sequence[Dump]) -> list[str]:
     differences = _unfinished(dumps) + _not_submitted(dumps)
     if not differences:
-        return ["They ran the same operations, and wait for none that others have not submitted."]
+        return ["The ranks ran the same operations, and wait for none that other ranks have not submitted."]
     lines = ["The first difference:", f"  {differences[0]}"]
     if len(differences) > 1:
         lines += ["After it:", *(f"  {text}" for text in differences[1 : _SHOWN + 1])]
@@ -295,7 +295,7 @@ def _unfinished(dumps: Sequence[Dump]) -> list[str]:
         for dump in dumps:
             if dump.rank not in members or dump.rank in done or batch < dump.first_known:
                 continue
-            state = by_rank[dump.rank].state if dump.rank in by_rank else "not there yet"
+            state = by_rank[dump.rank].state if dump.rank in by_rank else "not reached"
             states.setdefault(state, []).append(dump.rank)
         if done and states:
             others = "; ".join(f"{_ranks(ranks)}: {printable(state)}" for state, ranks in states.items())
@@ -317,7 +317,7 @@ def _not_submitted(dumps: Sequence[Dump]) -> list[str]:
         absent = sorted(members_of[key[0]] - asked.keys())
         if not absent and len(by_rank) == dumps[0].size:
             continue
-        sides = [f"asked for by {_ranks(asked)}"]
+        sides = [f"submitted by {_ranks(asked)}"]
         last_runs: dict[int, list[int]] = {}
         for rank in absent:
             last_runs.setdefault(by_rank[rank].last_runs.get(key, 0), []).append(rank)

@@ -21,7 +21,7 @@ from polyhvd.parity import scripts
 from polyhvd.parity.case import OPTIMIZERS, PRECISIONS, SCHEDULES, BadCaseError, Case, Optimizer
 from polyhvd.parity.catalogue import CASES
 from polyhvd.parity.folders import NoRoomError, WorkFolder, is_full, work_folder
-from polyhvd.parity.jobs import Job, launcher, run_all, seconds
+from polyhvd.parity.jobs import Job, launcher, python, run_all, seconds
 from polyhvd.parity.judging import Pair, Verdict, described, judge
 from polyhvd.parity.layers import walk
 from polyhvd.parity.report import Check, Report
@@ -280,7 +280,7 @@ def _run_case(options: argparse.Namespace, work: WorkFolder) -> Report:
                 report,
                 "precision",
                 f"{case.name} in {case.precision}: {cannot[0]}: {why[cannot[0]]}; "
-                + (f"take --frameworks {','.join(frameworks)}" if frameworks else "take another case"),
+                + (f"use --frameworks {','.join(frameworks)}" if frameworks else "use another case"),
             )
         reasons = {name: why[name] for name in cannot}
         report = replace(report, frameworks=frameworks, left_out=cannot, cannot_compute=reasons)
@@ -354,7 +354,7 @@ def _run_jobs(
     words = [item for variable in _VARIABLES for item in ("-x", variable)]
     try:
         for name in frameworks:
-            program = [sys.executable, "-m", "polyhvd.parity.running", str(folder / "order.json"), name]
+            program = [*python("polyhvd.parity.running"), str(folder / "order.json"), name]
             jobs.append(Job(name, [*launcher(order.ranks, timeout_s), *words, *program], work))
         failed = run_all(
             jobs, timeout_s, show_progress, lambda job: (folder / f"{job.name}.left-out").exists()
@@ -423,7 +423,7 @@ def _check(pair: Pair, ranks: int) -> Check:
 def _died(job: Job) -> str:
     launcher_lines = job.launcher_lines()
     if job.is_late:
-        return f"{job.name}: was not ready in time; raise --timeout, or take fewer --steps"
+        return f"{job.name}: was not ready in time; increase --timeout, or use fewer --steps"
     reason = launcher_lines[-1] if launcher_lines else f"the launcher has ended with status {job.status}"
     lines = [line for line in job.tail(30) if not line.startswith("polyhvdrun: ")][-10:]
     return "\n".join([f"{job.name}: {reason}", *(f"  {line}" for line in lines)])

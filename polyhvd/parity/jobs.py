@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from polyhvd.parity.folders import WorkFolder
 
-__all__ = ["Job", "end_with_parent", "launcher", "run_all", "seconds"]
+__all__ = ["Job", "end_with_parent", "launcher", "python", "run_all", "seconds"]
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.1
@@ -153,6 +153,22 @@ def run_all(
     return failed or failure()
 
 
+def python(module: str) -> list[str]:
+    """Return a command line of Python that runs ``main(words)`` of a module of polyhvd.
+
+    ``-m`` would import polyhvd from the current folder if there is one: in a clone, its sources without the
+    compiled core. Other modules are found there, as with ``-m``.
+
+    Args:
+        module: its name.
+    """
+    code = (
+        "import sys; path = sys.path[:]; sys.path[:] = filter(None, path); "
+        f"from {module} import main; sys.path[:] = path; sys.exit(main(sys.argv[1:]))"
+    )
+    return [sys.executable, "-c", code]
+
+
 def launcher(ranks: int, timeout_s: float) -> list[str]:
     """The beginning of polyhvdrun's command line.
 
@@ -160,5 +176,5 @@ def launcher(ranks: int, timeout_s: float) -> list[str]:
         ranks: of the first program.
         timeout_s: for ranks to start; they import frameworks and rank 0 trains by itself before they connect.
     """
-    words = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), "--no-tag"]
+    words = [*python("polyhvd.launch.cli.main"), "-np", str(ranks), "--no-tag"]
     return [*words, "--start-timeout", f"{timeout_s:g}"]

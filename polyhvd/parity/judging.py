@@ -61,7 +61,7 @@ class Finding:
         verb, whose = ("differ", "their") if self.kind == "data" else ("differs", "its")  # "the inputs ..."
         return (
             f"step {self.step}{layer}, {self.kind}{detail}: {name} {verb} by {self.relative:.2g} of "
-            f"{whose} norm, where {self.limit:.2g} may be rounding"
+            f"{whose} norm; up to {self.limit:.2g} may be rounding"
         )
 
     @property
@@ -72,28 +72,27 @@ class Finding:
 
 #: Where to look, by kind.
 ADVICE = {
-    "weights": "The weights differ before the step: compare how they are made, loaded or broadcast, and "
-    "what changes them besides the optimizer.",
-    "data": "The batches differ: compare what the data pipelines return in this "
-    "step, and in which order: shuffling, shards, the last batch.",
-    "input": "The batches agree, and what the first layer is given does not: compare what is done with "
-    "them before, such as scaling, the order of axes, and padding.",
-    "statistics": "The activations agree, and running statistics of this layer do not: compare the "
-    "momentum of batch normalization (0.9 of Gluon and Keras is 0.1 of PyTorch).",
-    "average": "The ranks' own gradients agree, and their average does not: compare what is reduced "
-    "(a mean or a sum, over which ranks, compressed, clipped before, from which step).",
-    "learning rate": "The gradients agree, and the learning rates do not: compare the schedules and when "
+    "weights": "The weights differ before the step: compare how they are initialized, loaded and broadcast, "
+    "and look for code outside of the optimizer that changes them.",
+    "data": "The batches differ: compare what the data pipelines return in this step, and in which order "
+    "(shuffling, shards, the last batch).",
+    "input": "The batches agree, but the inputs of the first layer differ: compare the preprocessing "
+    "(scaling, order of axes, padding).",
+    "statistics": "The activations agree, but running statistics of this layer differ: compare the momentum "
+    "of batch normalization (0.9 in Gluon and Keras corresponds to 0.1 in PyTorch).",
+    "average": "The gradients of the ranks agree, but their average differs: compare the reduction (mean or "
+    "sum, which ranks, compression, clipping before it, gradients of which step).",
+    "learning rate": "The gradients agree, but the learning rates differ: compare the schedules, and when "
     "they count a step.",
-    "activation": "The forward pass of this layer differs: compare its weights and its options with "
-    "the other's (form of GELU: erf or tanh, epsilon, padding, slopes, dropout, gate order), and in which "
-    "precision it adds up (TF32, half types).",
-    "gradient": "Activations and losses agree, and this gradient, before it is averaged, does not: "
-    "compare by what the loss is divided, and the backward pass of the layers behind this one.",
-    "update": "The gradients agree, and what the optimizer makes of them does not: compare its "
-    "numbers with the table of optimizers of: polyhvd docs parity (epsilon, decay, momentum, bias "
-    "correction, clipping).",
-    "loss": "All activations agree, and the loss does not: compare the loss functions (a mean or a "
-    "sum? half of the square?).",
+    "activation": "The forward pass of this layer differs: compare its weights, its options (GELU with erf "
+    "or tanh, epsilon, padding, slopes, dropout, gate order), and the precision of its sums (TF32, half "
+    "types).",
+    "gradient": "Activations and losses agree, but this gradient differs before it is averaged: compare what "
+    "the loss is divided by, and the backward passes of the layers after this one.",
+    "update": "The gradients agree, but the updates of the optimizer differ: compare its settings with the "
+    "table of optimizers in: polyhvd docs parity (epsilon, decay, momentum, bias correction, clipping).",
+    "loss": "All activations agree, but the losses differ: compare the loss functions (mean or sum, half of "
+    "the square).",
 }
 
 
@@ -289,13 +288,14 @@ def _not_finite(whole: Mapping[str, Mapping[str, Run]]) -> str:
                     if trace.not_finite:
                         return (
                             f"{framework} ({mode}) has {trace.not_finite} NaNs or infinities in step {number}"
-                            f", layer {trace.layer}, {trace.kind} of {trace.name}: what follows cannot be "
-                            "compared; lower the learning rate, or look for a log or a quotient of 0"
+                            f", layer {trace.layer}, {trace.kind} of {trace.name}: later values cannot be "
+                            "compared; lower the learning rate, or look for the logarithm of 0 or a division "
+                            "by 0"
                         )
                 if not math.isfinite(step.loss):
                     return (
-                        f"the loss of {framework} ({mode}) is {step.loss} in step {number}, and all that the "
-                        "model has made is finite: look at the loss and its targets"
+                        f"the loss of {framework} ({mode}) is {step.loss} in step {number}, but all outputs "
+                        "of the model are finite: check the loss and its targets"
                     )
     return ""
 

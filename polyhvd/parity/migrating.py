@@ -22,14 +22,13 @@ import numpy as np
 
 from polyhvd.parity import proving
 from polyhvd.parity.folders import NoRoomError, WorkFolder, work_folder
-from polyhvd.parity.jobs import end_with_parent, seconds
+from polyhvd.parity.jobs import end_with_parent, python, seconds
 from polyhvd.parity.migrating_side import FRAMEWORKS, SideResult, Task
 
 __all__ = ["main"]
 
 #: Frameworks by the end of a file's name.
 _ENDINGS = {ending: name for name, facts in FRAMEWORKS.items() for ending in facts.endings}
-_SIDE = "from polyhvd.parity import migrating_side; migrating_side.main()"
 _RTOL = 1e-4
 _PRINTED_MAX = 2000
 
@@ -202,7 +201,7 @@ def _side(task: Task, timeout_s: float) -> SideResult:
     with work_folder("polyhvd-migrate-") as work:
         folder = work.path
         (folder / "task").write_bytes(pickle.dumps(task))
-        command = [sys.executable, "-c", _SIDE, str(folder)]
+        command = [*python("polyhvd.parity.migrating_side"), str(folder)]
         try:
             done = subprocess.run(
                 command,
@@ -231,7 +230,7 @@ def _side(task: Task, timeout_s: float) -> SideResult:
 
 def _check_finite(result: SideResult, what: str) -> None:
     if not all(np.isfinite(each).all() for each in result.run.outputs):
-        raise _Failed(f"{what} makes NaNs or infinities of the inputs, which prove nothing", 1)
+        raise _Failed(f"{what} returns NaNs or infinities; pass other inputs with --inputs", 1)
 
 
 def _compared(expected: Sequence[Array], found: Sequence[Array], rtol: float) -> _Compared:

@@ -62,9 +62,13 @@ class _Refused(Exception):
         self.status = status
 
 
-def main() -> None:
-    """Run the task of the folder named on the command line, and write its result there."""
-    folder = Path(sys.argv[1])
+def main(words: list[str]) -> None:
+    """Run the task in a folder, and write its result there.
+
+    Args:
+        words: the path of the folder.
+    """
+    folder = Path(words[0])
     task: Task = pickle.loads((folder / "task").read_bytes())
     try:
         result = _work(task)
@@ -134,7 +138,7 @@ def _made(file: Any, task: Task) -> Callable[[], Any]:
     function = getattr(file, name, None)
     if not callable(function):
         raise _Refused(
-            f"--model {task.model_file}: has no function {name}(), which is to return the model of "
+            f"--model {task.model_file}: has no function {name}(); expected one that returns the model of "
             f"{task.framework}"
         )
 
@@ -156,8 +160,8 @@ def _inputs(file: Any, task: Task) -> list[Array]:
     function = getattr(file, "example_inputs", None)
     if not callable(function):
         raise _Refused(
-            f"--model {task.model_file}: has no function example_inputs(), which is to return the array of "
-            "NumPy that the models are given, or a list of them; write it, or pass --inputs FILE.npy"
+            f"--model {task.model_file}: has no function example_inputs(); expected one that returns the "
+            "NumPy array for the models, or a list of arrays; write it, or pass --inputs FILE.npy"
         )
     try:
         made = function()
@@ -200,7 +204,3 @@ def _or_refuse(function: Callable[[], Any]) -> Any:
 def _in_a_line(error: Exception) -> str:
     lines = traceback.format_exception_only(error)[-1].strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-if __name__ == "__main__":
-    main()

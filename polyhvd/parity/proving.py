@@ -138,13 +138,13 @@ def finding(mine: Ran, other: Ran, pairs: Mapping[str, str]) -> Finding | None:
     limit = _LIMIT_OF_HALVES if mine.has_halves or other.has_halves else _LIMIT
     if len(mine.outputs) != len(other.outputs):
         counts = f"{len(mine.outputs)} and {len(other.outputs)}"
-        return Finding(f"the models make {counts} outputs of the same inputs", False)
+        return Finding(f"the models return {counts} outputs for the same inputs", False)
     parts = [_outputs_apart(a, b) for a, b in zip(mine.outputs, other.outputs, strict=True)]
     apart = float(np.max(parts, initial=0.0))
     if apart <= limit:
         return None
     if np.isnan(apart):
-        return Finding("the models make NaNs or infinities of the same inputs, which prove nothing", False)
+        return Finding("the models return NaNs or infinities for the same inputs", False)
     before = ""
     named = [(name, pairs[name]) for name in mine.layers if pairs.get(name) in other.given]
     for name, theirs in named:
@@ -168,10 +168,10 @@ def finding(mine: Ran, other: Ran, pairs: Mapping[str, str]) -> Finding | None:
         for name, theirs in named
         if name in mine.given and _apart(mine.given[name], other.given[theirs]) > limit
     ]
-    where = "behind the last layer's inputs" if not differs else f"before layer {_pair(*differs[0])}"
+    where = "after the inputs of the last layer" if not differs else f"before layer {_pair(*differs[0])}"
     return Finding(
-        f"outputs on the same inputs differ by {apart:.2g} of their norm, where {limit:.2g} may be rounding: "
-        f"with the same weights, the models compute something else {where}; compare epsilons, padding, "
+        f"outputs on the same inputs differ by {apart:.2g} of their norm; up to {limit:.2g} may be rounding. "
+        f"With the same weights, the models compute something else {where}; compare epsilons, padding, "
         "activations and the order of layers",
         False,
     )

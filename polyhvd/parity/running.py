@@ -1,6 +1,6 @@
 """One rank of ``polyhvd parity``: trains a case in one framework, and records a trace of each tensor.
 
-A program: ``python -m polyhvd.parity.running ORDER FRAMEWORK``, for :mod:`polyhvd.parity.command`.
+The program of a rank, for :mod:`polyhvd.parity.command`: ``main([ORDER, FRAMEWORK])``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import json
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ def train(
         if len(inputs) % pieces:
             raise BadCaseError(
                 f"{case.name}: a batch of {len(inputs)} rows cannot be cut into {pieces} equal parts, for "
-                f"{of} ranks that accumulate {case.optimizer.accumulate} each; take another --np"
+                f"{of} ranks that accumulate {case.optimizer.accumulate} each; choose another --np"
             )
         rows = len(inputs) // of
         recorder.begin()
@@ -208,7 +207,3 @@ def main(words: list[str]) -> None:
     rank = Launched.from_environment().rank or 0
     np.seterr(all="ignore")  # what becomes of it is reported
     _modes(order, words[1], rank)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

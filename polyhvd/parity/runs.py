@@ -30,7 +30,7 @@ def cannot_compute(framework: str, precision: str, kinds: Collection[str] = ()) 
     if precision == "float32":
         return ""
     if "max_pool" in kinds:
-        return "of equal numbers max pooling takes any, and in half types many are equal: gradients differ"
+        return "max pooling selects any of several equal numbers, which are common in half types"
     return FRAMEWORKS[framework].cannot_compute(precision, kinds)
 
 

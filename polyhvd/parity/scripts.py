@@ -28,13 +28,13 @@ _START_S = 120.0
 _REFUSED = "InvalidArgumentError: parity."
 #: Where to look, by what parity.compare has found.
 _ADVICE = {
-    "shape": "Compare the shapes of what this was computed from, and pass layout= where axes lie otherwise.",
-    "batch": "Compare what the data pipelines return in this step: the batches have other numbers of rows.",
+    "shape": "Compare the shapes of its inputs. If only the order of the axes differs, pass layout=.",
+    "batch": "Compare what the data pipelines return in this step: the batches differ in size.",
     "dtype": "Compute and compare it in one type on all ranks, or convert it before parity.compare.",
-    "not finite": "Look before this for a log or a quotient of 0, an overflow in a half type, or a learning "
-    "rate that is too large.",
-    "values": "Compare earlier: call parity.compare on what this was computed from, or parity.watch the "
-    "models.",
+    "not finite": "Look at earlier computations: the logarithm of 0, a division by 0, an overflow in a half "
+    "type, or a learning rate that is too large.",
+    "values": "Compare earlier: call parity.compare on the inputs of this computation, or watch the models "
+    "with parity.watch.",
 }
 #: Steps of a watch whose layers are in the report.
 _STEPS_MAX = 200
@@ -161,7 +161,7 @@ def _concluded(report: Report, entries: Sequence[dict[str, Any]], job: Job, of_r
         return _failed(
             report,
             "bad-case",
-            f"{report.case}: the programs have compared nothing; call polyhvd.parity.compare in them",
+            f"{report.case}: the programs have compared nothing; call polyhvd.parity.compare in each of them",
         )
     if not_finite := next(filter(None, (entry.get("not_finite") for entry in entries)), ""):
         return _failed(report, "nan", f"{report.case}: {not_finite}")
@@ -179,7 +179,7 @@ def _ended(report: Report, job: Job, of_rank: Sequence[str]) -> Report:
     reason = launcher_lines[-1] if launcher_lines else f"the launcher has ended with status {job.status}"
     if job.is_late:
         shown = [line for line in lines if not line.startswith("polyhvdrun: ")]
-        reason = f"{report.case}: the programs were not ready in time; raise --timeout"
+        reason = f"{report.case}: the programs were not ready in time; increase --timeout"
     elif any(_UNLIKE in line for line in lines):
         outcome = "models"
     elif refused := next((line for line in lines if _REFUSED in line), ""):

@@ -28,11 +28,11 @@ __all__ = ["Divergence", "Watch", "watch"]
 _WHERE = {
     "weights": "the weights differ before the step",
     "input": "the inputs of the model differ",
-    "activation": "what layer {layer} makes differs",
-    "statistics": "running statistics of layer {layer} differ, and what it makes does not",
-    "gradient": "a gradient differs, and no activation does",
+    "activation": "the output of layer {layer} differs",
+    "statistics": "running statistics of layer {layer} differ, but its output does not",
+    "gradient": "a gradient differs, but no activation does",
     "learning rate": "the learning rates differ",
-    "update": "an update of the optimizer differs, and no gradient does",
+    "update": "an update of the optimizer differs, but no gradient does",
 }
 
 
@@ -44,7 +44,7 @@ _PLANS_MAX = 64
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where ranks have parted.
+    """A difference between ranks.
 
     Args:
         step: counted from 0.
@@ -74,7 +74,7 @@ class Divergence:
         detail = f"{self.detail} of " if self.detail else ""
         return (
             f"step {self.step}: {where}: {detail}{' / '.join(self.names)}, on rank {self.rank} by "
-            f"{self.relative:.2g} of its norm, where {self.limit:.2g} may be rounding"
+            f"{self.relative:.2g} of its norm; up to {self.limit:.2g} may be rounding"
         )
 
 
@@ -169,7 +169,7 @@ class Watch:
         return self.divergences[0] if self.divergences else None
 
     def __str__(self) -> str:
-        found = self.first or f"no rank has parted from the others in {self.steps} steps"
+        found = self.first or f"no divergence in {self.steps} steps"
         parts = (found, self.suspicious, self._not_finite)
         return f"parity.watch: {'; '.join(str(part) for part in parts if part)}"
 
@@ -251,8 +251,8 @@ class Watch:
         )
         name = next(weights, "")
         return name and (
-            f"step {self.steps}: {name} has NaNs or infinities before the step, on every rank: what "
-            "follows cannot be compared"
+            f"step {self.steps}: {name} has NaNs or infinities before the step, on every rank: later "
+            "values cannot be compared"
         )
 
     def _entry(

@@ -198,3 +198,40 @@ def test_program_prints_what_the_page_shows(
     has_server = framework in IMPORTS and framework != "numpy"
     python = fork_servers.python(2, IMPORTS[framework]) if has_server else [sys.executable]
     assert_prints(run(session, python, tmp_path), session.output)
+
+
+STALLS = """\
+import time
+import numpy as np
+import polyhvd.numpy as hvd
+hvd.init()
+def train(step):
+    if hvd.rank() == 1 and step == 1:
+        time.sleep(600)
+    hvd.allreduce(np.ones(3), name="gradient")
+for step in range(2):
+    train(step)
+"""
+DIES = STALLS.replace("import time", "import os").replace("time.sleep(600)", "os.kill(os.getpid(), 9)")
+#: What differs from run to run.
+VARIES = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ |pid \d+ on [^\s)]+|\b\d+ s\b")
+
+
+@pytest.mark.parametrize(
+    ("number", "program", "options"),
+    [
+        (0, STALLS, "--stall-check-warning-time-seconds 1 --stall-check-shutdown-time-seconds 3"),
+        (1, DIES, ""),
+    ],
+    ids=["stalls", "dies"],
+)
+def test_page_of_symptoms_shows_what_is_printed(
+    number: int, program: str, options: str, tmp_path: Path
+) -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    shown = [body for _, kind, _, body in FENCE.findall(text) if kind == "text"][number]
+    command = f"polyhvdrun -np 2 {options} python train.py"
+    session = Session("troubleshooting", number, {"train.py": program}, "numpy", command, shown)
+    printed = run(session, [sys.executable], tmp_path).replace(str(tmp_path), "/app")
+    found = [VARIES.sub("", line) for line in printed.splitlines()]
+    assert [line for line in shown.splitlines() if VARIES.sub("", line) not in found] == [], printed

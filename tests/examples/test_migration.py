@@ -54,7 +54,8 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def migrate(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run("-m", "polyhvd.cli", "parity", "migrate", *arguments, cwd=cwd)
+    command = str(Path(sys.executable).with_name("polyhvd"))
+    return run(command, "parity", "migrate", *arguments, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,8 @@ def trained(tmp_path: Path, original: Path) -> Path:
 
 
 def test_weights_come_over_and_back_again(trained: Path) -> None:
+    (trained / "polyhvd").mkdir()  # as the sources in a clone, which do not hide the installed package
+    (trained / "polyhvd" / "__init__.py").write_text("raise ImportError")
     there = migrate("a.pt", "b.params", "--model", "model.py", "--verbose", cwd=trained)
     assert there.returncode == 0, there.stderr
     assert "b.params: 8 weights" in there.stdout
@@ -232,7 +235,7 @@ def test_a_model_with_two_inputs_and_fused_projections_comes_over(tmp_path: Path
             "dense0_weight' / '4.weight' is given the same numbers as in torch, in another order",
         ),
         (("units=5", "units=7"), 3, "the models do not match: at weight 6"),
-        (("def gluon_model", "def other"), 2, "has no function gluon_model(), which is to return"),
+        (("def gluon_model", "def other"), 2, "has no function gluon_model(); expected one that returns"),
         (
             ("    from torch import nn\n", "    os.kill(os.getpid(), signal.SIGKILL)\n"),
             4,

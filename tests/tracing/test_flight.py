@@ -90,10 +90,10 @@ def test_a_rank_that_skips_an_operation_is_named_with_it(
     first = lines[2]
     # The second operation of the second step was batch 5, as all are alone.
     assert "allreduce 'second'" in first
-    assert "asked for by ranks 0, 2; not by rank 1, which last ran it in batch 5" in first
+    assert "submitted by ranks 0, 2; not by rank 1, which last ran it in batch 5" in first
     last = lines[lines.index("") - 1]
     assert "allreduce 'third'" in last
-    assert "asked for by rank 1; not by ranks 0, 2" in last
+    assert "submitted by rank 1; not by ranks 0, 2" in last
 
 
 def reduce_once(name: str) -> float:
@@ -278,7 +278,7 @@ def test_batches_that_a_ring_has_lost_are_no_difference(tmp_path: Path) -> None:
     long = write_dump(tmp_path, 0, 2, [record(i, "x", i) for i in range(1, 9)])
     short = write_dump(tmp_path, 1, 2, [record(i, "x", i) for i in range(5, 9)])
     assert differences(flight.load([long, short])) == [
-        "They ran the same operations, and wait for none that others have not submitted."
+        "The ranks ran the same operations, and wait for none that other ranks have not submitted."
     ]
 
 
@@ -293,7 +293,7 @@ def test_only_members_of_a_process_set_are_missed(tmp_path: Path) -> None:
     ]
     found = differences(flight.load(files))
     (in_set_1,) = [line for line in found if "process set 1" in line]
-    assert in_set_1.endswith("asked for by rank 0; not by rank 1, which never ran it")
+    assert in_set_1.endswith("submitted by rank 0; not by rank 1, which never ran it")
 
 
 def test_each_operation_is_read_a_few_times_however_many_wait(
@@ -314,7 +314,7 @@ def test_each_operation_is_read_a_few_times_however_many_wait(
     monkeypatch.setattr(flight.Record, "key", property(counted))
     found = differences(dumps)
     assert found[1] == (
-        "allreduce 'layer.0' of process set 1: asked for by ranks 0, 1; not by rank 2, which last ran it in "
+        "allreduce 'layer.0' of process set 1: submitted by ranks 0, 1; not by rank 2, which last ran it in "
         "batch 1"
     )
     assert len(keys) < 4 * sum(map(len, records))
@@ -336,7 +336,7 @@ def test_ranks_of_an_earlier_world_of_an_elastic_job_are_not_compared(tmp_path: 
     new = [write_dump(tmp_path, rank, size, steps, unix_s=2, generation=2) for rank in range(2)]
     dumps = flight.load([old, *new])
     assert differences(dumps) == [
-        "They ran the same operations, and wait for none that others have not submitted."
+        "The ranks ran the same operations, and wait for none that other ranks have not submitted."
     ]
     lines = flight.explain(dumps)
     assert [line[:15] for line in lines if line.startswith("rank 2")] == ["rank 2: no file"] * (size - 2)

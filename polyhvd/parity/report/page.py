@@ -12,7 +12,7 @@ from polyhvd.parity.report.style import STYLE
 
 __all__ = ["as_html"]
 
-_MODES = {"plain": "alone", "one": "1 rank"}
+_MODES = {"plain": "without polyhvd", "one": "1 rank"}
 #: Heat maps of single checks, at most.
 _MAPS_MAX = 12
 #: Up to which part of its limit a difference has which class, and what it is called.
@@ -29,10 +29,11 @@ _ADVICE = {
     "not-installed": "Install the framework, or leave it out of --frameworks.",
     "rank-died": "Run the case in only that framework (--frameworks NAME --np 1), and read its output.",
     "models": "Make both models with the same layers in the same order, and freeze the same weights.",
-    "nan": "Lower the learning rate (--rate), or look at the layer named above for a log or a quotient of 0.",
-    "batches": "Let every framework have the same rows in every step.",
-    "no-room": "Free what TMPDIR is on, or set TMPDIR to a folder with more room.",
-    "precision": "Leave the framework out of --frameworks, or take another case or --precision.",
+    "nan": "Lower the learning rate (--rate), or check the layer named above for the logarithm of 0 or a "
+    "division by 0.",
+    "batches": "Return the same rows for every framework in every step.",
+    "no-room": "Free space in TMPDIR, or set TMPDIR to a folder with more space.",
+    "precision": "Leave the framework out of --frameworks, or choose another case or --precision.",
 }
 
 
@@ -239,8 +240,8 @@ def _heat_maps(report: Report) -> str:
 def _legend() -> list[str]:
     keys = "".join(f'<li><span class="cell {name}"></span>{text}</li>' for _, name, text in _LEVELS)
     return [
-        "<p>Of each layer and step the largest difference of an activation, gradient or update, in per cent "
-        "of what may be rounding; “!!” is 10,000 or more.</p>",
+        "<p>For each layer and step, the largest difference of an activation, gradient or update, in percent "
+        "of its limit; “!!” means 10,000 or more.</p>",
         f'<ul class="legend">{keys}</ul>',
     ]
 
