@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include "engine/process_state.h"
 #include "gpu/devices.h"
@@ -51,6 +52,24 @@ class Restricted final : public Backend {
  private:
   std::unique_ptr<Backend> backend_;
   std::vector<std::string> kinds_;
+};
+
+// Closes the descriptors that no part of the engine has taken over, because one could not be made.
+class Unclaimed {
+ public:
+  explicit Unclaimed(const Connections& connections) : connections_(connections) {}
+  ~Unclaimed() {
+    for (const auto* fds :
+         {&connections_.local_fds, &connections_.control_fds, &connections_.data_fds}) {
+      for (const auto& [rank, fd] : *fds) ::close(fd);
+    }
+    if (connections_.segment_fd >= 0) ::close(connections_.segment_fd);
+  }
+  Unclaimed(const Unclaimed&) = delete;
+  Unclaimed& operator=(const Unclaimed&) = delete;
+
+ private:
+  const Connections& connections_;
 };
 
 // Owns the connections of one rank, and what its communicators share.
@@ -111,7 +130,8 @@ class ConnectedRank final : public Liveness {
   [[noreturn]] void on_lost(int rank) const;
   Error error_of_loss(int rank) const;
 
-  Connections connections_;
+  Connections connections_;  // what has been taken over is removed from it
+  Unclaimed unclaimed_{connections_};
   Parking& parking_;
   int domain_ = 0;
   int local_ = 0;
@@ -154,9 +174,11 @@ ConnectedRank::ConnectedRank(Connections connections, Parking& parking, bool dat
   if (here().size() > 1) {
     segment_ =
         std::make_unique<shm::Segment>(connections_.segment_fd, static_cast<int>(here().size()));
-    ::close(connections_.segment_fd);
+    ::close(std::exchange(connections_.segment_fd, -1));
     parking_.set_sleep_flag(&segment_->sleep_flag(local_));
-    peers_ = std::make_unique<shm::LocalPeers>(*segment_, parking_, local_peers(), local_, lost);
+    std::vector<shm::LocalPeer> peers = local_peers();
+    connections_.local_fds.clear();
+    peers_ = std::make_unique<shm::LocalPeers>(*segment_, parking_, std::move(peers), local_, lost);
     if (connections_.watches_deaths) {
       const auto wake = [this] { parking_.wake(); };
       death_watch_ = std::make_unique<shm::DeathWatch>(*segment_, local_, wake);
@@ -164,8 +186,9 @@ ConnectedRank::ConnectedRank(Connections connections, Parking& parking, bool dat
   }
   if (connections_.domains.size() > 1) {
     const auto name = [this](int rank) { return described(rank); };
+    const auto data_fds = std::exchange(connections_.data_fds, {});
     transport_ = std::make_unique<tcp::TcpTransport>(
-        connections_.data_fds, connections_.data_keys, parking_,
+        data_fds, connections_.data_keys, parking_,
         tcp::TcpTransport::Options{connections_.rank, data_checksums, name, lost});
   }
   resources_.segment = segment_.get();
@@ -243,9 +266,11 @@ std::unique_ptr<Channel> ConnectedRank::connect_parent() {
 }
 
 std::unique_ptr<Channel> ConnectedRank::connect_leader(int rank) {
+  const SessionKeys& keys = connections_.control_keys.at(rank);
+  const int fd = connections_.control_fds.at(rank);
+  connections_.control_fds.erase(rank);
   return std::make_unique<tcp::TcpChannel>(
-      connections_.control_fds.at(rank), connections_.control_keys.at(rank),
-      tcp::TcpChannel::Ends{connections_.rank, rank, described(rank)}, parking_);
+      fd, keys, tcp::TcpChannel::Ends{connections_.rank, rank, described(rank)}, parking_);
 }
 
 std::vector<Child> ConnectedRank::connect_children() {
@@ -371,20 +396,22 @@ bool is_crowded(const Connections& connections) {
 int tree_parent(int domain) noexcept { return domain == 0 ? -1 : (domain - 1) / kTreeRadix; }
 
 std::unique_ptr<Engine> make_engine(Connections connections, EngineOptions options) {
-  if (connections.process_sets.size() >= kProcessSetsMax) {
-    throw Failure(ErrorCode::kInvalidArgument, "at most " + std::to_string(kProcessSetsMax - 1) +
-                                                   " process sets are supported; " +
-                                                   std::to_string(connections.process_sets.size()) +
-                                                   " were passed");
-  }
-  ProcessSets sets(connections.size);
-  for (const std::vector<int>& ranks : connections.process_sets) sets.add(ranks);
   options.crowded = options.crowded || is_crowded(connections);
   const int rank = connections.rank;
+  const int size = connections.size;
+  const std::vector<std::vector<int>> process_sets = connections.process_sets;
   const std::vector<std::string> backends = connections.backends;
   auto parking = std::make_unique<Parking>();
   auto connected =
       std::make_unique<ConnectedRank>(std::move(connections), *parking, options.data_checksums);
+  if (process_sets.size() >= kProcessSetsMax) {
+    throw Failure(ErrorCode::kInvalidArgument, "at most " + std::to_string(kProcessSetsMax - 1) +
+                                                   " process sets are supported; " +
+                                                   std::to_string(process_sets.size()) +
+                                                   " were passed");
+  }
+  ProcessSets sets(size);
+  for (const std::vector<int>& ranks : process_sets) sets.add(ranks);
   host::Resources& resources = connected->resources();
   resources.reproducible = options.reproducible;
   resources.attaching = static_cast<host::Attaching>(options.attaching);

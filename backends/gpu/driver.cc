@@ -24,8 +24,6 @@ constexpr unsigned kPortable = 1;       // CU_MEMHOSTALLOC_PORTABLE
 constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
 constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
-constexpr std::size_t kTextBytes = 256;
-
 [[noreturn]] void refuse(int rank, const std::string& why) {
   throw Failure(ErrorCode::kInvalidArgument, "rank " + std::to_string(rank) + ": " + why);
 }
@@ -42,12 +40,10 @@ Functions find_all(void* library) {
   Functions f{};
 #define POLYHVD_FIND(name, version) find(library, "cu" #name version, f.name)
   POLYHVD_FIND(Init, "");
-  POLYHVD_FIND(DriverGetVersion, "");
   POLYHVD_FIND(GetErrorName, "");
   POLYHVD_FIND(GetErrorString, "");
   POLYHVD_FIND(DeviceGetCount, "");
   POLYHVD_FIND(DeviceGet, "");
-  POLYHVD_FIND(DeviceGetName, "");
   POLYHVD_FIND(DeviceGetUuid, "");
   POLYHVD_FIND(DevicePrimaryCtxRetain, "");
   POLYHVD_FIND(DevicePrimaryCtxRelease, "_v2");
@@ -197,28 +193,10 @@ int Driver::device_count() {
   return count;
 }
 
-int Driver::version() {
-  int version = 0;
-  check(functions().DriverGetVersion(&version), "cuDriverGetVersion", -1);
-  return version;
-}
-
-Ordinal Driver::ordinal_of(int device) {
-  Ordinal ordinal = 0;
-  check(functions().DeviceGet(&ordinal, device), "cuDeviceGet", device);
-  return ordinal;
-}
-
-std::string Driver::name_of(int device) {
-  std::array<char, kTextBytes> text{};
-  const Ordinal ordinal = ordinal_of(device);
-  check(functions().DeviceGetName(text.data(), kTextBytes - 1, ordinal), "cuDeviceGetName", device);
-  return text.data();
-}
-
 std::string Driver::uuid_of(int device) {
   std::array<char, 16> bytes{};
-  const Ordinal ordinal = ordinal_of(device);
+  Ordinal ordinal = 0;
+  check(functions().DeviceGet(&ordinal, device), "cuDeviceGet", device);
   check(functions().DeviceGetUuid(bytes.data(), ordinal), "cuDeviceGetUuid", device);
   constexpr std::string_view kDigits = "0123456789abcdef";
   std::string uuid = "GPU";

@@ -26,12 +26,10 @@ using Handle = void*;
 // The functions of the driver, without the numbers of their versions.
 struct Functions {
   Code (*Init)(unsigned flags);
-  Code (*DriverGetVersion)(int* version);
   Code (*GetErrorName)(Code, const char** text);
   Code (*GetErrorString)(Code, const char** text);
   Code (*DeviceGetCount)(int* count);
   Code (*DeviceGet)(Ordinal*, int index);
-  Code (*DeviceGetName)(char* text, int bytes, Ordinal);
   Code (*DeviceGetUuid)(char* sixteen_bytes, Ordinal);
   Code (*DevicePrimaryCtxRetain)(Handle* context, Ordinal);
   Code (*DevicePrimaryCtxRelease)(Ordinal);
@@ -71,16 +69,12 @@ class Driver {
 
   int rank() const noexcept { return rank_; }
   int device_count();
-  // As 12040 for CUDA 12.4.
-  int version();
-  std::string name_of(int device);
   // Tells GPUs apart, also between processes and hosts; as nvidia-smi writes it.
   std::string uuid_of(int device);
 
  private:
   void load();
   std::string words_for(Code code) const;
-  Ordinal ordinal_of(int device);
 
   const int rank_;
   const std::string library_;

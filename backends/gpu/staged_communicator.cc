@@ -48,6 +48,18 @@ class Walk {
   std::size_t offset_ = 0;
 };
 
+// Gives `staging` copies of the next `bytes` of the segments into a slot's memory, and back.
+void fetch(Staging& staging, Walk& from, std::size_t bytes, std::byte* to) {
+  from.take(bytes, [&](const std::byte* data, std::size_t at, std::size_t count) {
+    staging.copy_to_host(to + at, data, count);
+  });
+}
+void deliver(Staging& staging, Walk& to, std::size_t bytes, const std::byte* from) {
+  to.take(bytes, [&](std::byte* data, std::size_t at, std::size_t count) {
+    staging.copy_to_device(data, from + at, count);
+  });
+}
+
 }  // namespace
 
 // Of `parts` that share a slot.
@@ -57,52 +69,31 @@ std::size_t StagedCommunicator::part_bytes(std::size_t parts) const noexcept {
 
 void StagedCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
                                    Deadline deadline) {
-  if (op == ReduceOp::kAdasum) return reduce_whole(in, out, dtype, op, scale, deadline);
-  const Pieces pieces{total_bytes(in), part_bytes(1)};
+  const std::size_t total = total_bytes(in);
+  if (total == 0) return;
+  const bool is_whole = op == ReduceOp::kAdasum;
+  const Pieces pieces{total, is_whole ? total : part_bytes(1)};
   Walk inputs(in);
   Walk outputs(out);
   staging_.run(
       pieces.count(), pieces.piece, deadline,
       [&](std::size_t round, std::byte* memory) {
-        inputs.take(pieces.size(round), [&](std::byte* data, std::size_t at, std::size_t bytes) {
-          staging_.copy_to_host(memory + at, data, bytes);
-        });
+        fetch(staging_, inputs, pieces.size(round), memory);
       },
       [&](std::size_t round, std::byte* memory) {
-        const Segment piece{memory, pieces.size(round)};
-        on_cpu_.allreduce({&piece, 1}, {&piece, 1}, dtype, op, scale, deadline);
-      },
-      [&](std::size_t round, std::byte* memory) {
-        outputs.take(pieces.size(round), [&](std::byte* data, std::size_t at, std::size_t bytes) {
-          staging_.copy_to_device(data, memory + at, bytes);
-        });
-      });
-}
-
-void StagedCommunicator::reduce_whole(Segments in, Segments out, DType dtype, ReduceOp op,
-                                      Scale scale, Deadline deadline) {
-  const std::size_t total = total_bytes(in);
-  if (total == 0) return;
-  staging_.run(
-      1, total, deadline,
-      [&](std::size_t, std::byte* memory) {
-        Walk(in).take(total, [&](std::byte* data, std::size_t at, std::size_t bytes) {
-          staging_.copy_to_host(memory + at, data, bytes);
-        });
-      },
-      [&](std::size_t, std::byte* memory) {
-        std::vector<Segment> staged;  // cut as the tensors are
-        std::size_t at = 0;
-        for (const Segment& segment : in) {
-          staged.push_back({memory + at, segment.bytes});
-          at += segment.bytes;
+        std::vector<Segment> staged;
+        if (is_whole) {  // cut as the tensors are
+          for (const Segment& segment : in) {
+            staged.push_back({memory, segment.bytes});
+            memory += segment.bytes;
+          }
+        } else {
+          staged.push_back({memory, pieces.size(round)});
         }
         on_cpu_.allreduce(staged, staged, dtype, op, scale, deadline);
       },
-      [&](std::size_t, std::byte* memory) {
-        Walk(out).take(total, [&](std::byte* data, std::size_t at, std::size_t bytes) {
-          staging_.copy_to_device(data, memory + at, bytes);
-        });
+      [&](std::size_t round, std::byte* memory) {
+        deliver(staging_, outputs, pieces.size(round), memory);
       });
 }
 
@@ -116,20 +107,14 @@ void StagedCommunicator::broadcast(Segments in, Segments out, int root, Deadline
   staging_.run(
       pieces.count(), pieces.piece, deadline,
       [&](std::size_t round, std::byte* memory) {
-        if (!is_root) return;
-        inputs.take(pieces.size(round), [&](std::byte* data, std::size_t at, std::size_t bytes) {
-          staging_.copy_to_host(memory + at, data, bytes);
-        });
+        if (is_root) fetch(staging_, inputs, pieces.size(round), memory);
       },
       [&](std::size_t round, std::byte* memory) {
         const Segment piece{memory, pieces.size(round)};
         on_cpu_.broadcast({&piece, 1}, {&piece, 1}, root, deadline);
       },
       [&](std::size_t round, std::byte* memory) {
-        if (!receives) return;
-        outputs.take(pieces.size(round), [&](std::byte* data, std::size_t at, std::size_t bytes) {
-          staging_.copy_to_device(data, memory + at, bytes);
-        });
+        if (receives) deliver(staging_, outputs, pieces.size(round), memory);
       });
 }
 
@@ -154,10 +139,7 @@ void StagedCommunicator::allgather(Segments in, Segments out, Counts counts, Dea
       Pieces{*std::ranges::max_element(counts), piece}.count(), piece * members_, deadline,
       [&](std::size_t round, std::byte* memory) {
         count(round);
-        std::byte* const to = memory + offset_of(self_);
-        inputs.take(in_round[self_], [&](std::byte* data, std::size_t at, std::size_t bytes) {
-          staging_.copy_to_host(to + at, data, bytes);
-        });
+        fetch(staging_, inputs, in_round[self_], memory + offset_of(self_));
       },
       [&](std::size_t round, std::byte* memory) {
         count(round);
@@ -167,10 +149,7 @@ void StagedCommunicator::allgather(Segments in, Segments out, Counts counts, Dea
       [&](std::size_t round, std::byte* memory) {
         count(round);
         for (std::size_t m = 0; m < members_; ++m) {
-          const std::byte* const from = memory + offset_of(m);
-          outputs[m].take(in_round[m], [&](std::byte* data, std::size_t at, std::size_t bytes) {
-            staging_.copy_to_device(data, from + at, bytes);
-          });
+          deliver(staging_, outputs[m], in_round[m], memory + offset_of(m));
         }
       });
 }
@@ -190,11 +169,7 @@ void StagedCommunicator::reducescatter(Segments in, Segments out, Counts counts,
       Pieces{*std::ranges::max_element(counts), piece}.count(), piece * (members_ + 1), deadline,
       [&](std::size_t round, std::byte* memory) {
         for (std::size_t m = 0; m < members_; ++m) {
-          std::byte* to = memory + m * piece;
-          inputs[m].take(part(m).size(round),
-                         [&](std::byte* data, std::size_t at, std::size_t bytes) {
-                           staging_.copy_to_host(to + at, data, bytes);
-                         });
+          fetch(staging_, inputs[m], part(m).size(round), memory + m * piece);
         }
       },
       [&](std::size_t round, std::byte* memory) {
@@ -208,11 +183,7 @@ void StagedCommunicator::reducescatter(Segments in, Segments out, Counts counts,
         on_cpu_.reducescatter(staged, {&result, 1}, in_round, dtype, op, scale, deadline);
       },
       [&](std::size_t round, std::byte* memory) {
-        const std::byte* result = memory + members_ * piece;
-        outputs.take(part(self_).size(round),
-                     [&](std::byte* data, std::size_t at, std::size_t bytes) {
-                       staging_.copy_to_device(data, result + at, bytes);
-                     });
+        deliver(staging_, outputs, part(self_).size(round), memory + members_ * piece);
       });
 }
 

@@ -35,8 +35,6 @@ class StagedCommunicator final : public Communicator {
 
  private:
   std::size_t part_bytes(std::size_t parts) const noexcept;
-  void reduce_whole(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
-                    Deadline deadline);
 
   Staging& staging_;
   Communicator& on_cpu_;

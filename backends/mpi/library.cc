@@ -27,7 +27,6 @@ struct Functions {
   int (*Query_thread)(int*);
   int (*Finalize)();
   int (*Error_string)(int, char*, int*);
-  int (*Get_processor_name)(char*, int*);
   int (*Comm_rank)(H, int*);
   int (*Comm_size)(H, int*);
   int (*Comm_test_inter)(H, int*);
@@ -60,7 +59,6 @@ struct Functions {
     POLYHVD_FIND(Query_thread);
     POLYHVD_FIND(Finalize);
     POLYHVD_FIND(Error_string);
-    POLYHVD_FIND(Get_processor_name);
     POLYHVD_FIND(Comm_rank);
     POLYHVD_FIND(Comm_size);
     POLYHVD_FIND(Comm_test_inter);
@@ -184,12 +182,6 @@ class Bound final : public Library {
   int size(Handle c) const override { return number("MPI_Comm_size", mpi_.Comm_size, c); }
   bool joins_two_groups(Handle c) const override {
     return number("MPI_Comm_test_inter", mpi_.Comm_test_inter, c) != 0;
-  }
-  std::string processor() const override {
-    std::array<char, kTextBytes> text{};
-    int length = 0;
-    check("MPI_Get_processor_name", mpi_.Get_processor_name(text.data(), &length));
-    return {text.data(), static_cast<std::size_t>(length)};
   }
   void return_errors(Handle c) override {
     check("MPI_Comm_set_errhandler", mpi_.Comm_set_errhandler(in(c), values_.errors_return));

@@ -55,8 +55,6 @@ class Library {
   virtual int size(Handle communicator) const = 0;
   // Whether it joins two groups that do not overlap.
   virtual bool joins_two_groups(Handle communicator) const = 0;
-  // A name of this host.
-  virtual std::string processor() const = 0;
   // Errors on this communicator come back, instead of ending the program.
   virtual void return_errors(Handle communicator) = 0;
   // `out` is the new communicator once the request is done.

@@ -12,6 +12,12 @@ namespace {
 // As many as one can read.
 constexpr std::size_t kReasonsMax = 8;
 
+// What another rank has sent; between hosts, its last zero may have been changed on the way.
+template <std::size_t n>
+std::string text_of(const std::array<char, n>& from) {
+  return {from.begin(), std::ranges::find(from, '\0')};
+}
+
 std::string joined(const std::vector<std::string>& parts) {
   std::string text;
   for (std::size_t i = 0; i < std::min(parts.size(), kReasonsMax); ++i) {
@@ -34,7 +40,7 @@ std::optional<std::string> objection(std::span<const Offer> offers,
   for (std::size_t i = 0; i < offers.size(); ++i) {
     const Offer& offer = offers[i];
     if (offer.version == 0) {
-      reasons.push_back(name_of(i) + " has no NCCL: " + offer.reason.data());
+      reasons.push_back(name_of(i) + " has no NCCL: " + text_of(offer.reason));
       continue;
     }
     if (offers[0].version != 0 && offer.version != offers[0].version) {
@@ -42,7 +48,7 @@ std::optional<std::string> objection(std::span<const Offer> offers,
                         name_of(0) + " " + version_text(offers[0].version) +
                         "; install the same version for all");
     }
-    const auto [it, is_new] = first_on.emplace(offer.gpu.data(), i);
+    const auto [it, is_new] = first_on.emplace(text_of(offer.gpu), i);
     if (is_new || may_share) continue;
     reasons.push_back(name_of(it->second) + " and " + name_of(i) + " use the same GPU (" +
                       it->first + "); assign one to each rank, or use NCCL " +

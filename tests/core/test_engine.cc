@@ -1,10 +1,12 @@
 // Whole engines as threads of one process: results, order, errors and ends.
 #include <doctest/doctest.h>
+#include <fcntl.h>
 
 #include <array>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <new>
 #include <random>
 
 #include "thread_world.h"
@@ -586,6 +588,72 @@ TEST_CASE("when one rank aborts, every pending operation of every rank fails wit
       }
     });
     CHECK(reported == world.size() - 1);
+    world.shutdown();
+  }
+}
+
+TEST_CASE("an engine that cannot be made closes its connections") {
+  const std::function<void(Connections&)> faults[] = {
+      [](Connections& c) { REQUIRE(ftruncate(c.segment_fd, 1) == 0); },
+      [](Connections& c) { c.process_sets.assign(kProcessSetsMax, {0}); },
+      [](Connections& c) { c.backends = {"nothing"}; },
+  };
+  for (const auto& fault : faults) {
+    CAPTURE(&fault - faults);
+    Connections connections;
+    connections.size = 3;
+    connections.domains = {{0, 1}, {2}};
+    connections.labels.assign(3, "a thread");
+    std::vector<int> others;
+    const auto connect = [&](std::map<int, int>& fds, int rank) {
+      int pair[2];
+      REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+      fds[rank] = pair[0];
+      others.push_back(pair[1]);
+    };
+    connect(connections.local_fds, 1);
+    connect(connections.control_fds, 2);
+    connect(connections.data_fds, 2);
+    connections.control_keys[2] = connections.data_keys[2] = {};
+    const int segment = memfd_create("polyhvd-test", MFD_CLOEXEC);
+    REQUIRE(ftruncate(segment, static_cast<off_t>(shm::Segment::bytes(2))) == 0);
+    connections.segment_fd = segment;
+    fault(connections);
+    CHECK_THROWS_AS(make_engine(std::move(connections), {}), Failure);
+    CHECK(fcntl(segment, F_GETFD) == -1);
+    for (const int other : others) {
+      char byte;
+      CHECK(recv(other, &byte, 1, MSG_DONTWAIT) == 0);  // the end of the stream
+      close(other);
+    }
+  }
+}
+
+TEST_CASE("a rank without memory for a result fails the operation, whichever thread drives it") {
+  for (const bool waits : {true, false}) {
+    CAPTURE(waits);
+    ThreadWorld world(one_host(2));
+    std::atomic<int> reported{0};
+    world.run([&](int rank, Engine& engine) {
+      auto v = values(rank, 10);
+      Submission s = allreduce("x", v);
+      s.kind = OpKind::kAllgather;
+      s.outputs.clear();
+      if (rank == 1) {
+        s.allocate = [](int, const Shape&) -> void* { throw std::bad_alloc(); };
+      }
+      const OperationPtr operation = engine.submit(std::move(s), waits);
+      // Then the engine's own thread drives.
+      while (!waits && !operation->is_finished()) std::this_thread::yield();
+      try {
+        engine.wait(operation);
+      } catch (const Failure& failure) {
+        reported += failure.error().code == ErrorCode::kInternal &&
+                    failure.error().message.find("no memory on rank 1 for allgather 'x'; ") !=
+                        std::string::npos;
+      }
+    });
+    CHECK(reported == 2);
     world.shutdown();
   }
 }

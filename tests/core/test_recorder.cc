@@ -8,6 +8,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "observe/flight.h"
 #include "observe/recorder.h"
 #include "observe/timeline_writer.h"
 #include "thread_world.h"
@@ -170,6 +171,22 @@ TEST_CASE("the ring can be read while it is written") {
   reading = false;
   writer.join();
   CHECK(torn == 0);
+}
+
+TEST_CASE("no operation has waited for longer than the machine runs") {
+  Folder folder;
+  Recorder recorder;
+  Operation waiting = operation_of("waiting");
+  recorder.on_submit(waiting);
+  recorder.on_announce(waiting, ticks_now());
+  FlightDump dump(recorder, 0, {.root = folder.path.string(), .job = ""}, [](const std::string&) {},
+                  {});
+  dump.check_stall(std::chrono::hours(24 * 365 * 10));
+  CHECK(dump.settle(std::chrono::seconds(60)));
+  CHECK(std::filesystem::is_empty(folder.path));
+  dump.check_stall(std::chrono::seconds(0));
+  CHECK(dump.settle(std::chrono::seconds(60)));
+  CHECK_FALSE(std::filesystem::is_empty(folder.path));
 }
 
 TEST_CASE("timelines and dumps of a busy world are whole, and name batches alike") {

@@ -104,6 +104,17 @@ TEST_CASE("whatever stands in the way of NCCL is said of every rank that it conc
   CHECK(text.find("rank 0 and rank 30 use the same GPU (a)") != std::string::npos);
 }
 
+TEST_CASE("the text of another rank ends at the end of its array, even without a zero") {
+  nccl::Offer none = offer_of(0, "");
+  none.reason.fill('x');
+  const std::string text = objection_to({none, offer_of(22809, "b")});
+  CHECK(text == "rank 0 has no NCCL: " + std::string(256, 'x'));
+  nccl::Offer same = offer_of(22809, "");
+  same.gpu.fill('y');
+  const std::string shown = "the same GPU (" + std::string(64, 'y') + ")";
+  CHECK(objection_to({same, same}).find(shown) != std::string::npos);
+}
+
 TEST_CASE("ranks share a GPU only if all of them may and NCCL can") {
   CHECK(objection_to({offer_of(23001, "a", true), offer_of(23001, "a", true)}).empty());
   CHECK(!objection_to({offer_of(23001, "a", true), offer_of(23001, "a", false)}).empty());

@@ -164,11 +164,9 @@ TEST_CASE("a GPU that is not there is a refusal that says how many are") {
         std::string::npos);
 }
 
-TEST_CASE("GPUs are told apart by their names and numbers") {
+TEST_CASE("GPUs have different UUIDs") {
   load_stand_in();
   gpu::Driver driver(0);
-  CHECK(driver.version() >= 11000);
-  CHECK(driver.name_of(0) != driver.name_of(1));
   CHECK(driver.uuid_of(0) != driver.uuid_of(1));
 }
 

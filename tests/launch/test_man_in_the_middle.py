@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -189,6 +190,23 @@ def test_the_memory_of_a_large_array(man: ManInTheMiddle) -> None:
     assert run(large, np=2, hosts=HOSTS) == [7.0 * (1 << 18)] * 2
     man.attack = once(flipped, lambda m: m.greeting.purpose == "data" and len(m.data) > 60_000)
     assert "broadcast_object: what rank 0 sent to rank 1 was changed" in failure(large)
+
+
+def exchange() -> Any:
+    import numpy as np
+    import polyhvd.numpy as hvd
+
+    hvd.init()
+    return hvd.alltoall(np.full(4, hvd.rank()), name="x").tolist()
+
+
+def test_a_number_of_rows_that_no_rank_can_send_ends_an_alltoall(man: ManInTheMiddle) -> None:
+    """The numbers of rows travel as tensors do, and become places in memory."""
+    assert run(exchange, np=2, hosts=HOSTS) == [[0, 0, 1, 1]] * 2
+    attack = put_in_place_of(struct.pack("<2q", 2, 2), struct.pack("<2q", 1 << 62, 2))
+    man.attack = lambda message: attack(message) if message.from_caller else message.data
+    line = f"data from rank 1 cannot be trusted: it announces {1 << 62} rows for rank 0, expected 0 to "
+    assert line in failure(exchange)
 
 
 # Hosts that come by themselves

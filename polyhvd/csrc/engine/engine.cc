@@ -9,6 +9,7 @@
 #include <array>
 #include <cstring>
 #include <functional>
+#include <new>
 #include <string_view>
 
 #include "control/disagreement.h"
@@ -364,6 +365,12 @@ void Engine::execute(Work& work) {
       // A wait that was given up leaves executing_ set: see drive().
       if (failure.error().code != ErrorCode::kInterrupted) executing_ = false;
       throw;
+    } catch (const std::bad_alloc&) {
+      executing_ = false;
+      throw Failure(ErrorCode::kInternal,
+                    concat({"no memory on rank ", std::to_string(rank_), " for ",
+                            subject(first.submission.kind, first.submission.name),
+                            "; send less at a time, or give the process more memory"}));
     }
     executing_ = false;
     if (tuner_.measures()) tuner_.measure(work);

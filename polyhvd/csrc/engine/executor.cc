@@ -2,6 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <span>
+#include <string>
+
+#include "control/disagreement.h"
+#include "control/wire.h"
 
 namespace polyhvd {
 namespace {
@@ -24,6 +30,26 @@ Segment part_of(const TensorView& input, int member, int members) {
   for (int m = 0; m < member; ++m) first += rows_kept(rows, m, members);
   return {static_cast<std::byte*>(input.data) + static_cast<std::size_t>(first) * row_bytes,
           static_cast<std::size_t>(rows_kept(rows, member, members)) * row_bytes};
+}
+
+// Rejects a table of an alltoall that no rank can have sent. Its entries determine where in memory
+// bytes go, and between hosts it has no MAC, because it travels like a tensor.
+void require_possible(std::span<const std::int64_t> rows, std::span<const int> ranks,
+                      std::size_t self, std::int64_t row_elements) {
+  std::int64_t most_here = kElementsMax / std::max<std::int64_t>(row_elements, 1);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const std::size_t to = i % ranks.size();
+    std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    if (to == self) most = std::min(most, most_here);
+    if (rows[i] < kNoRows || rows[i] > most) {
+      throw Failure(ErrorCode::kPeerLost,
+                    concat({"data from rank ", std::to_string(ranks[i / ranks.size()]),
+                            " cannot be trusted: it announces ", std::to_string(rows[i]),
+                            " rows for rank ", std::to_string(ranks[to]), ", expected 0 to ",
+                            std::to_string(most), "; check the network between them"}));
+    }
+    if (to == self) most_here -= std::max<std::int64_t>(rows[i], 0);
+  }
 }
 
 // One after the other when there are several: a group may have tensors of each.
@@ -313,6 +339,7 @@ void Executor::alltoall(Operation& operation, Communicator& communicator, Commun
 
   Shape shape = input.shape;
   shape[0] = 1;
+  require_possible(rows, sets_.members(s.process_set), self, element_count(shape));
   const std::size_t row_bytes = bytes_of(shape, input.dtype);
   std::vector<std::size_t> counts(rows.size());
   std::vector<std::int32_t> received(members);

@@ -86,8 +86,7 @@ bool Parking::poll_watched(int timeout_ms) {
 }
 
 void Parking::await_slowly(const std::function<bool()>& ready, Clock::time_point deadline) {
-  const int yields = kYields;
-  for (int i = 0; i < yields; ++i) {
+  for (int i = 0; i < kYields; ++i) {
     if (ready()) {
       note_move();
       return;

@@ -176,7 +176,9 @@ void FlightDump::check_stall(std::chrono::duration<double> limit) noexcept {
   if (!desk_) return;
   const TickScale scale = recorder_.scale();
   const auto ticks = static_cast<Ticks>(limit.count() * 1e9 / scale.ns_per_tick());
-  const std::uint64_t sequence = recorder_.waiting_since(ticks_now() - ticks);
+  const Ticks now = ticks_now();
+  if (now < ticks) return;  // the clock counts from the start of the machine
+  const std::uint64_t sequence = recorder_.waiting_since(now - ticks);
   if (sequence == 0 || sequence == stalled_) return;
   stalled_ = sequence;
   write("an operation waits for other ranks");

@@ -15,7 +15,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -146,18 +145,6 @@ EXPORTED CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   return kSuccess;
 }
 
-EXPORTED CUresult cuDeviceGetName(char* name, int bytes, CUdevice device) {
-  ENTER;
-  std::snprintf(name, static_cast<std::size_t>(bytes), "Stand-in %d", device);
-  return kSuccess;
-}
-
-EXPORTED CUresult cuDeviceGetPCIBusId(char* text, int bytes, CUdevice device) {
-  ENTER;
-  std::snprintf(text, static_cast<std::size_t>(bytes), "0000:%02X:00.0", device + 1);
-  return kSuccess;
-}
-
 EXPORTED CUresult cuDeviceGetUuid(char* sixteen_bytes, CUdevice device) {
   ENTER;
   std::memset(sixteen_bytes, 0x5E, 16);
@@ -165,13 +152,6 @@ EXPORTED CUresult cuDeviceGetUuid(char* sixteen_bytes, CUdevice device) {
   const char* host = std::getenv("POLYHVD_HOST_ID");
   if (host != nullptr && *host != '\0') sixteen_bytes[14] = host[std::strlen(host) - 1];
   sixteen_bytes[15] = static_cast<char>(device);
-  return kSuccess;
-}
-
-// CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR are 75 and 76.
-EXPORTED CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice) {
-  ENTER;
-  *value = attribute == 75 ? 9 : 0;
   return kSuccess;
 }
 
@@ -291,15 +271,6 @@ EXPORTED CUresult cuMemFreeHost(void* address) {
 }
 
 // CU_POINTER_ATTRIBUTE_MEMORY_TYPE is 2 (of which 1 is the host and 2 a device), _DEVICE_ORDINAL 9.
-EXPORTED CUresult cuPointerGetAttribute(void* value, int attribute, CUdeviceptr address) {
-  ENTER;
-  std::size_t offset = 0;
-  const Memory* memory = find_memory(address, 1, offset);
-  if (memory == nullptr) return kInvalidValue;
-  if (attribute == 2) *static_cast<unsigned*>(value) = memory->device < 0 ? 1 : 2;
-  if (attribute == 9) *static_cast<int*>(value) = memory->device;
-  return kSuccess;
-}
 
 EXPORTED CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, std::size_t bytes,
                                        Handle handle) {
@@ -380,11 +351,6 @@ EXPORTED CUresult cuStreamSynchronize(Handle handle) {
   return kSuccess;
 }
 
-EXPORTED CUresult cuStreamQuery(Handle handle) {
-  ENTER;
-  return find_stream(__func__, handle)->tasks.empty() ? kSuccess : kNotReady;
-}
-
 EXPORTED CUresult cuStreamWaitEvent(Handle handle, Handle event_handle, unsigned) {
   ENTER;
   const auto stream = find_stream(__func__, handle);
@@ -421,13 +387,6 @@ EXPORTED CUresult cuEventQuery(Handle handle) {
   const auto event = find_event(__func__, handle);
   if (event->recorded == 0) misuse(__func__, "the event was never recorded");
   return event->reached == event->recorded ? kSuccess : kNotReady;
-}
-
-EXPORTED CUresult cuEventSynchronize(Handle handle) {
-  ENTER;
-  const auto event = find_event(__func__, handle);
-  driver().progress.wait(lock, [&] { return event->reached == event->recorded; });
-  return kSuccess;
 }
 
 EXPORTED CUresult cuEventDestroy_v2(Handle handle) {
