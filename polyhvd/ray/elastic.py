@@ -121,8 +121,9 @@ class Jobs:
         name: of the executor, for messages.
         params: how jobs may change.
         discovery: which hosts there are.
-        timeout_s: seconds for Ray to start an actor, and for ranks to meet in ``init()``.
+        timeout_s: seconds for ranks to meet in ``init()``.
         nics: interface, network or address of all connections; several with commas.
+        start_timeout_s: seconds for Ray to start an actor.
     """
 
     #: Of this driver's last job: the resources of a process, how many processes it had, and until when Ray
@@ -130,7 +131,13 @@ class Jobs:
     _former: ClassVar[tuple[Mapping[str, float], int, float]] = ({}, 0, 0.0)
 
     def __init__(
-        self, name: str, params: ElasticParams, discovery: HostDiscovery | None, timeout_s: float, nics: str
+        self,
+        name: str,
+        params: ElasticParams,
+        discovery: HostDiscovery | None,
+        timeout_s: float,
+        nics: str,
+        start_timeout_s: float,
     ) -> None:
         if discovery is None:
             raise ValueError(
@@ -138,7 +145,7 @@ class Jobs:
             )
         self._name, self._params = name, params
         self._discovery = discovery if isinstance(discovery, RayHostDiscovery) else KnownHosts(discovery)
-        self._timeout_s, self._nics = timeout_s, nics
+        self._timeout_s, self._nics, self._start_timeout_s = timeout_s, nics, start_timeout_s
         self._job: ElasticJob | None = None  # that runs
         self._lock = threading.Lock()  # while that changes
         self._stops = threading.Event()  # stop() was called since start() began
@@ -213,7 +220,7 @@ class Jobs:
         demand = self._demand(room)
         params = self._params
         workers = Workers(
-            call, params.resources, given, address, self._timeout_s, params.min_workers, room, demand
+            call, params.resources, given, address, self._start_timeout_s, params.min_workers, room, demand
         )
         with self._lock:
             if self._job is not None:
@@ -287,7 +294,7 @@ class ElasticRayExecutor:
         use_gpu: whether Ray reserves GPUs for each rank.
         cpus_per_slot: CPUs that Ray reserves for each rank.
         gpus_per_slot: number of GPUs; None: one.
-        env_vars: environment variables of the ranks.
+        env_vars: environment variables of the ranks; values are converted by ``str()``.
         override_discovery: whether the nodes of Ray are the hosts. False: those of ``settings.discovery``, an
             object with a method ``find_available_hosts_and_slots()`` that returns ids or addresses of nodes
             with the number of ranks of each.
@@ -310,7 +317,7 @@ class ElasticRayExecutor:
         use_gpu: bool = False,
         cpus_per_slot: float = 1,
         gpus_per_slot: float | None = None,
-        env_vars: Mapping[str, str] | None = None,
+        env_vars: Mapping[str, object] | None = None,
         override_discovery: bool = True,
         use_current_placement_group: bool = True,
     ) -> None:
@@ -329,9 +336,10 @@ class ElasticRayExecutor:
         )
         if override_discovery:
             settings.discovery = RayHostDiscovery(use_gpu, cpus_per_slot, gpus_per_slot)
-        self._env_vars = dict(env_vars or {})
+        self._env_vars = {name: str(value) for name, value in (env_vars or {}).items()}
+        timeout_s = float(settings.timeout_s)
         self._jobs = Jobs(
-            "ElasticRayExecutor", params, settings.discovery, float(settings.timeout_s), settings.nics
+            "ElasticRayExecutor", params, settings.discovery, timeout_s, settings.nics, timeout_s
         )
         self._started = False
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections import Counter, deque
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 
 import ray
 import ray.cloudpickle
-from ray.exceptions import RayError, RaySystemError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from polyhvd.config import Launched
@@ -35,6 +36,8 @@ __all__ = ["FREED_S", "ElasticJob", "Workers"]
 
 #: In which Ray makes the resources of an actor that has ended available.
 FREED_S = 3.0
+#: Ids of nodes in Ray, as opposed to addresses.
+_NODE_ID = re.compile("[0-9a-f]{56}")
 #: Actors in a row that have ended before they could be called: another one would end, too.
 _UNSTARTED_MAX = 4
 
@@ -95,6 +98,7 @@ class ElasticJob(FunctionJob):
     def __init__(self, workers: Workers, callbacks: Sequence[Callable[[Any], Any]]) -> None:
         super().__init__(workers.address)
         self._workers = workers
+        self._actor_class: Any = ray.remote(ElasticWorker)  # one for all: Ray sends each to its GCS
         self._callbacks = callbacks
         self._processes: dict[int, _Process] = {}
         #: Host and bundle of one that has ended, and until when they count as held.
@@ -130,7 +134,6 @@ class ElasticJob(FunctionJob):
     ) -> None:
         """Ask Ray for an actor."""
         workers = self._workers
-        node = next((node for node in ray.nodes() if host.name == node["NodeID"]), None)
         launched = Launched(
             rendezvous=self.rendezvous.endpoint,
             secret=self.secret,
@@ -141,32 +144,29 @@ class ElasticJob(FunctionJob):
         self._numbers[host.name] = number
         if workers.demand is not None:
             workers.demand.pause()
-        options: dict[str, Any] = {"resources": {f"node:{host.name}": 0.001}}  # an address
-        gpus, bundle = 0, ANY
-        if node is not None:
-            gpus = int(node["Resources"].get("GPU", 0))
-            strategy: Any = NodeAffinitySchedulingStrategy(host.name, soft=False)
-            if workers.room is not None:
-                strategy = workers.room.strategy(host.name, self._running())
-                bundle = getattr(strategy, "placement_group_bundle_index", ANY)
-            options = {"scheduling_strategy": strategy}
-        actor = (
-            ray.remote(ElasticWorker)
-            .options(
-                num_cpus=workers.resources.get("CPU", 0),
-                num_gpus=workers.resources.get("GPU", 0),
-                max_restarts=0,
-                **options,
-            )
-            .remote()
-        )
+        bundle = ANY
+        options: dict[str, Any] = {}
+        if workers.room is not None:
+            strategy = workers.room.strategy(host.name, self._running())
+            bundle = getattr(strategy, "placement_group_bundle_index", ANY)
+            options["scheduling_strategy"] = strategy
+        elif _NODE_ID.fullmatch(host.name):
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(host.name, soft=False)
+        else:
+            options["resources"] = {f"node:{host.name}": 0.001}  # an address
+        actor = self._actor_class.options(
+            num_cpus=workers.resources.get("CPU", 0),
+            num_gpus=workers.resources.get("GPU", 0),
+            max_restarts=0,
+            lifetime="non_detached",  # a JobConfig can have another default
+            **options,
+        ).remote()
         start_by = time.monotonic() + workers.start_timeout_s
         self._processes[member] = _Process(actor, host.name, bundle, start_by)
         self.places[member] = host.name
         self._watch(member, actor.ready.remote(), has_ended=False)
-        self._watch(
-            member, actor.work.remote(launched, gpus, dict(workers.variables), workers.call), has_ended=True
-        )
+        result = actor.work.remote(launched, dict(workers.variables), workers.call)
+        self._watch(member, result, has_ended=True)
 
     def kill_member(self, member: int) -> None:
         """Kill its actor, without waiting: without its GCS, Ray takes seconds for each."""
@@ -253,7 +253,8 @@ class ElasticJob(FunctionJob):
             text = f"its result cannot be loaded in the driver: {error}"
             self._end(driver, member, 1, failure=Failure(text))
         elif error is not None:
-            if member in self._processes and self._processes[member].start_by < float("inf"):
+            is_new = member in self._processes and self._processes[member].start_by < float("inf")
+            if is_new and not _has_lost_its_node(error):
                 self._unstarted += 1
             is_unstartable = getattr(error, "actor_init_failed", False)  # would recur
             is_unstartable = is_unstartable or self._unstarted >= _UNSTARTED_MAX
@@ -288,7 +289,13 @@ class ElasticJob(FunctionJob):
         self.exited(driver, member, status, reason=reason, failure=failure, reported=reported)
 
 
+def _has_lost_its_node(error: BaseException) -> bool:
+    """Return whether Ray could not start an actor because its node is lost."""
+    return isinstance(error, ActorUnschedulableError) or "its node has died" in str(error)
+
+
 def _in_a_line(error: BaseException) -> str:
-    """Ray's last line, without its guesses."""
+    """Ray's last line with a reason, without its guesses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("The actor never ran")] or lines
     return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__

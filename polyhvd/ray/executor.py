@@ -202,6 +202,7 @@ class RayExecutor:
                 self._settings.discovery,
                 self._settings.timeout_s,
                 self._settings.nics,
+                self._settings.placement_group_timeout_s,
             )
             num_workers = min_workers
         elif (max_workers, reset_limit, cooldown_range, spares) != (None, None, None, 0):
@@ -223,9 +224,10 @@ class RayExecutor:
         #: Removes the placement group that was made for this executor.
         self._group: weakref.finalize[[Any], RayExecutor] | None = None
         self._workers: list[Any] = []  # in rank order
+        self._connection: object = None  # to Ray, in which they were started
         self._ended = "it has not been started"
         self._stops = False  # shutdown() has been called since start() began
-        self._lock = threading.Lock()  # while the four above change: run_remote() watches from threads
+        self._lock = threading.Lock()  # while the five above change: run_remote() watches from threads
         self._is_ready = False  # of an elastic executor: start() has returned
         self._submitting = threading.Lock()
         self._starting = threading.Lock()  # until start() returns: the order of the workers is not final
@@ -255,7 +257,7 @@ class RayExecutor:
         executable_cls: Callable[..., Any] | None = None,
         executable_args: Sequence[Any] | None = None,
         executable_kwargs: Mapping[str, Any] | None = None,
-        extra_env_vars: Mapping[str, str] | None = None,
+        extra_env_vars: Mapping[str, object] | None = None,
     ) -> None:
         """Start the workers, and make an object of ``executable_cls`` in each of them.
 
@@ -266,7 +268,7 @@ class RayExecutor:
             executable_cls: a class whose objects :meth:`execute` passes to its function.
             executable_args: positional arguments of the class.
             executable_kwargs: keyword arguments of the class.
-            extra_env_vars: environment variables of the ranks.
+            extra_env_vars: environment variables of the ranks; values are converted by ``str()``.
 
         Raises:
             TimeoutError: Ray cannot start the workers in time; the message has the resources.
@@ -276,7 +278,8 @@ class RayExecutor:
             Exception: what the class has raised on a rank, as of :meth:`run`.
         """
         settings = self._settings
-        variables = {"POLYHVD_START_TIMEOUT": f"{settings.timeout_s:g}", **(extra_env_vars or {})}
+        given = {name: str(value) for name, value in (extra_env_vars or {}).items()}
+        variables = {"POLYHVD_START_TIMEOUT": f"{settings.timeout_s:g}", **given}
         if settings.nics:
             variables["POLYHVD_GLOO_IFACE"] = settings.nics
         if executable_cls is not None:
@@ -284,7 +287,7 @@ class RayExecutor:
         if self._elastic is not None:
             self._elastic.start()
             self._made = None if executable_cls is None else call
-            self._variables = dict(extra_env_vars or {})
+            self._variables = given
             self._is_ready = True
             return
         made = None if executable_cls is None else put("RayExecutor.start", executable_cls, call)
@@ -292,7 +295,7 @@ class RayExecutor:
         if not self._starting.acquire(blocking=False):
             raise RuntimeError("RayExecutor.start(): another thread is starting it")
         try:
-            if self._workers:
+            if self._connected():
                 raise RuntimeError("RayExecutor.start(): it is running; call shutdown() first")
             self._ended, self._stops = "start() has not returned", False
             try:
@@ -393,7 +396,7 @@ class RayExecutor:
             if ray.is_initialized():
                 with contextlib.suppress(Exception):
                     ray.wait(
-                        [worker.leave.remote() for worker in self._workers],
+                        [worker.leave.remote() for worker in self._connected()],
                         num_returns=len(self._workers),
                         timeout=_LEAVE_S,
                     )
@@ -437,8 +440,14 @@ class RayExecutor:
             self._end("the last call was interrupted", workers)
             raise
 
+    def _connected(self) -> list[Any]:
+        """Return the workers; ends them if the connection to Ray in which they were started has ended."""
+        if self._workers and self._connection != _connection():
+            self._end("ray.shutdown() has been called")
+        return self._workers
+
     def _running(self, name: str) -> list[Any]:
-        workers = self._workers
+        workers = self._connected()
         if not workers or self._starting.locked():
             raise RuntimeError(
                 f"RayExecutor.{name}(): no workers are running: {self._ended}. Call start() first"
@@ -461,7 +470,7 @@ class RayExecutor:
                 ).remote()
                 for bundle in bundles
             ]
-            self._workers = actors
+            self._workers, self._connection = actors, _connection()
 
         def submit(number: int, function: Callable[..., Any], /, *arguments: Any) -> Any:
             return self._workers[number].call.remote(function, *arguments)
@@ -566,7 +575,8 @@ class RayExecutor:
             if workers or group is not None:
                 self._ended = why
         if workers or group is not None:
-            kill(workers, group)
+            # Ray 2.51 ends a process that uses handles of a former connection.
+            kill(workers if self._connection == _connection() else (), group)
 
 
 def _remove(group: Any) -> None:
@@ -574,6 +584,12 @@ def _remove(group: Any) -> None:
     if ray.is_initialized():
         with contextlib.suppress(Exception):
             remove_placement_group(group)
+
+
+def _connection() -> object:
+    """Return what identifies the connection of this process to Ray; None: it has none, or Ray Client's."""
+    connected = ray._private.worker.global_worker
+    return None if connected.node is None else connected.current_cluster_and_job
 
 
 def _stopped() -> RuntimeError:

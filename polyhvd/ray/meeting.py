@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
+from ray.experimental.internal_kv import _internal_kv_put
 
 from polyhvd import __version__
 from polyhvd.launch.entry import last_generation
 from polyhvd.launch.init import is_initialized
 from polyhvd.launch.providers.precedence import RAY
-from polyhvd.launch.providers.ray import Assignment
+from polyhvd.launch.providers.ray import RANKED, Assignment
 from polyhvd.ray import metrics
 from polyhvd.ray.raylet import end_with_raylet
 from polyhvd.rendezvous.auth import new_secret
@@ -58,8 +59,8 @@ def rendezvous(actors: Sequence[Any], *, timeout_s: float = 30.0) -> list[Any]:
     """Make actors the ranks of one job, so that ``hvd.init()`` inside each of them connects to the others.
 
     Actors of one node get consecutive ranks, the nodes in the order of their first actors. The place of an
-    actor stays its own until the next call, over ``shutdown()`` and ``init()``. An actor that Ray has
-    restarted has none.
+    actor stays its own until the next call, over ``shutdown()`` and ``init()``. In an actor that Ray has
+    restarted since, ``init()`` raises :class:`polyhvd.config.ConfigError`.
 
     Args:
         actors: handles of running actors of any class.
@@ -89,6 +90,7 @@ def rendezvous(actors: Sequence[Any], *, timeout_s: float = 30.0) -> list[Any]:
 
     deadline = time.monotonic() + timeout_s
     found = locate(submit, len(handles), deadline)
+    _results([submit(number, _record) for number in range(len(handles))], deadline)
     order = by_node(found)
     ranked = [handles[number] for number in order]
 
@@ -190,6 +192,11 @@ def _results(calls: list[Any], deadline: float) -> list[Any]:
 
 def _call(actor: object, function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
+
+
+def _record() -> None:
+    """Record that this actor is a rank, for its next process if Ray restarts it."""
+    _internal_kv_put(ray.get_runtime_context().get_actor_id(), b"", namespace=RANKED)
 
 
 def _here() -> Location:

@@ -170,18 +170,17 @@ class ElasticWorker:
         """End the process."""
         os._exit(0)
 
-    def work(self, launched: Launched, node_gpus: int, variables: Mapping[str, str], call: Call) -> Outcome:
+    def work(self, launched: Launched, variables: Mapping[str, str], call: Call) -> Outcome:
         """Call the job's function.
 
         Args:
             launched: where the driver of the job is, the job's secret, and the number of this process.
-            node_gpus: number of GPUs of this node.
             variables: to set in the environment.
             call: the function.
         """
         RAY.set_variables(variables)
         own = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
-        gpus = list(own), gpus_of_node(own, node_gpus)
+        gpus = list(own), gpus_of_node(own, _count_gpus() if own else 0)
         RAY.join_elastic(MemberProvider(launched, gpus), launched)
         signal.signal(
             signal.SIGTERM, signal.SIG_DFL
@@ -203,6 +202,12 @@ class ElasticWorker:
         place = _last_place(number)
         shutdown()
         return Outcome(0, _progress(), place, value, has_value=True)
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs of this node."""
+    own = ray.get_runtime_context().get_node_id()
+    return sum(int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["NodeID"] == own)
 
 
 def gpus_of_node(own: Sequence[str], count: int) -> list[str]:

@@ -542,6 +542,22 @@ def test_a_node_whose_raylet_is_killed_takes_its_ranks_along_and_the_others_go_o
     wait_until(lambda: len(alive()) == 2, "the node is dead for Ray", BUSY_S)
 
 
+@pytest.mark.nightly  # Ray takes long to mark the node as dead
+def test_a_job_begins_without_a_node_that_was_lost_before_it(ray_cluster: Cluster) -> None:
+    node = ray_cluster.add_node(num_cpus=24, num_gpus=0)  # room for four actors
+    made = ElasticRayExecutor(ElasticRayExecutor.create_settings(1, 6, timeout_s=BUSY_S), cpus_per_slot=6)
+    made.start()
+    ray_cluster.remove_node(node, allow_graceful=False)
+
+    def work() -> int:
+        hvd.init()
+        return hvd.size()
+
+    assert len(alive()) == 3, "Ray does not know it yet"
+    assert made.run(work) == [2, 2]
+    wait_until(lambda: len(alive()) == 2, "the node is dead for Ray", BUSY_S)
+
+
 def test_an_elastic_job_stays_in_the_placement_group_around_its_driver(tmp_path: Path) -> None:
     @ray.remote(num_cpus=1)
     def trial() -> tuple[list[Found], list[tuple[str, str]]]:
@@ -587,26 +603,57 @@ class Model:
         self.value = start * factor
 
 
+def sees_its_gpu() -> bool:
+    """Return whether the GPU at the place of the local rank is the one that Ray has assigned."""
+    visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    return [visible[hvd.local_rank()]] == ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+
 def test_an_elastic_ray_executor_makes_objects_and_each_local_rank_is_its_own_gpu() -> None:
     settings = RayExecutor.create_settings(timeout_s=BUSY_S)
     made = RayExecutor(settings, min_workers=2, max_workers=2, use_gpu=True)
     with pytest.raises(RuntimeError, match=r"RayExecutor\.run\(\): call start\(\) first"):
         made.run(lambda: 1)
-    made.start(Model, [6], {"factor": 7}, extra_env_vars={"MINE": "here"})
+    made.start(Model, [6], {"factor": 7}, extra_env_vars={"MINE": 7})
 
     def look(model: Model) -> tuple[Any, ...]:
         hvd.init()
         own = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-        is_own = [visible[hvd.local_rank()]] == own
         total = hvd.allreduce(np.full(1, float(own[0])), op=hvd.Sum).tolist()
-        return model.value, os.environ["MINE"], sorted(visible), is_own, total
+        return model.value, os.environ["MINE"], sorted(visible), sees_its_gpu(), total
 
-    assert made.execute(look) == [(42, "here", ["0", "1"], True, [1.0])] * 2
+    assert made.execute(look) == [(42, "7", ["0", "1"], True, [1.0])] * 2
     for name in ("run_remote", "execute_single"):
         with pytest.raises(NotImplementedError, match=rf"RayExecutor\.{name}\(\): not with min_workers"):
             getattr(made, name)(look)
     assert made.run(lambda value: value, [3]) == [3, 3], "a second job"
+
+
+class Address:
+    """A discovery that lists the first node, which has the GPUs, by its address."""
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return {alive()[0]["NodeManagerAddress"]: 2}
+
+
+def test_each_local_rank_is_its_own_gpu_on_a_host_that_is_listed_by_its_address() -> None:
+    settings = ElasticRayExecutor.create_settings(2, 2, timeout_s=BUSY_S, discovery=Address())
+    made = ElasticRayExecutor(settings, use_gpu=True, override_discovery=False)
+    made.start()
+
+    def look() -> bool:
+        hvd.init()
+        return sees_its_gpu()
+
+    assert made.run(look) == [True, True]
+
+
+def test_an_elastic_ray_executor_gives_actors_the_time_of_its_settings_to_start() -> None:
+    settings = RayExecutor.create_settings(timeout_s=0.01, placement_group_timeout_s=BUSY_S)
+    made = RayExecutor(settings, min_workers=1, max_workers=1, elastic_timeout=5)
+    made.start()
+    assert made.run(lambda: 3) == [3]
 
 
 @pytest.mark.parametrize("own", [("2",), ("GPU-b",)])
@@ -715,9 +762,9 @@ def test_shutdown_in_another_thread_ends_the_job(tmp_path: Path) -> None:
 
 
 DRIVER = """
-import os, pathlib, sys, time, ray
-from polyhvd.ray import ElasticParams, ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
-from polyhvd.ray.worker import gpus_of_node
+import os, sys, time, ray
+from polyhvd.ray import ElasticRayExecutor
+from ray.job_config import JobConfig
 
 def work(folder):
     import polyhvd.numpy as hvd
@@ -727,7 +774,8 @@ def work(folder):
         time.sleep(600)
     hvd.barrier()
 
-ray.init(address=sys.argv[1], log_to_driver=False)
+config = JobConfig(default_actor_lifetime="detached")  # ranks end with their driver all the same
+ray.init(address=sys.argv[1], log_to_driver=False, job_config=config)
 executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(2, 2, timeout_s=60))
 executor.start()
 executor.run(lambda folder=sys.argv[2]: work(folder))

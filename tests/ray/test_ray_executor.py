@@ -25,7 +25,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import polyhvd.ray
-from polyhvd.ray import BaseHorovodWorker, RayExecutor
+from polyhvd.ray import BaseHorovodWorker, ElasticRayExecutor, RayExecutor
 
 for module in (__name__, wait_until.__module__):
     ray.cloudpickle.register_pickle_by_value(sys.modules[module])
@@ -139,21 +139,21 @@ def test_the_secret_is_in_no_environment_argument_or_log(pair: RayExecutor, clus
     def look() -> tuple[str, bytes]:
         from polyhvd.launch.providers.precedence import RAY
 
-        process = Path("/proc/self")
-        assert RAY._given is not None
+        process, given = Path("/proc/self"), RAY._given or RAY.elastic_launched
+        assert given is not None
         known = process.joinpath("environ").read_bytes() + process.joinpath("cmdline").read_bytes()
-        return RAY._given.secret, known + repr(RAY._given).encode() + str(dict(os.environ)).encode()
+        return given.secret, known + repr(given).encode() + str(dict(os.environ)).encode()
 
+    elastic = ElasticRayExecutor(ElasticRayExecutor.create_settings(1, 1, timeout_s=BUSY_S))
+    elastic.start()
     pair.run(in_world, [place])
-    found = pair.run(look)
-    secrets = {secret for secret, _ in found}
-    assert len(secrets) == 1
-    secret = secrets.pop().encode()
-    assert len(secret) == 64
+    found = pair.run(look) + elastic.run(lambda: in_world(look))
+    secrets = {secret.encode() for secret, _ in found}
+    assert [len(secret) for secret in secrets] == [64, 64]
     logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
     texts = [known for _, known in found] + [path.read_bytes() for path in logs.rglob("*") if path.is_file()]
     assert len(texts) > 10
-    assert not any(secret in text for text in texts)
+    assert not any(secret in text for text in texts for secret in secrets)
 
 
 class Counter:
@@ -167,7 +167,7 @@ class Counter:
 
 def test_the_object_of_each_rank_keeps_its_state_and_sees_the_variables() -> None:
     executor = RayExecutor(RayExecutor.create_settings(timeout_s=77), num_workers=2, use_gpu=True)
-    executor.start(Counter, [10], {"step": 2}, extra_env_vars={"MINE": "here"})
+    executor.start(Counter, [10], {"step": 2}, extra_env_vars={"MINE": 7})
     try:
         assert executor.execute(lambda counter: counter.count()) == [12, 12]
         assert executor.execute_single(lambda counter: counter.count()) == 14
@@ -177,7 +177,7 @@ def test_the_object_of_each_rank_keeps_its_state_and_sees_the_variables() -> Non
     finally:
         executor.shutdown()
     assert first == second
-    assert first[:2] == ["here", "77"]
+    assert first[:2] == ["7", "77"]
     assert sorted(first[2].split(",")) == ["0", "1"], "each rank sees the GPUs of both"
 
 
@@ -342,7 +342,7 @@ import sys, ray
 from polyhvd.ray import RayExecutor
 
 ray.init(address=sys.argv[1], log_to_driver=False)
-executors = [RayExecutor(num_workers=1), RayExecutor(num_workers=1)]
+executors = [RayExecutor(num_workers=1) for _ in range(3)]
 for executor in executors:
     executor.start()
 ray.shutdown()
@@ -350,11 +350,20 @@ executors[0].shutdown()
 assert not ray.is_initialized()
 ray.init(address=sys.argv[1], log_to_driver=False)
 executors[1].shutdown()
+try:
+    executors[2].run(lambda: 1)
+except RuntimeError as error:
+    print(error)
+executors[2].start()
+print(executors[2].run(lambda: 1))
 """
 
 
-def test_shutdown_after_that_of_ray_does_nothing(cluster: str) -> None:
-    subprocess.run([sys.executable, "-c", ORPHANED, cluster], check=True, timeout=BUSY_S)
+def test_workers_end_with_the_connection_to_ray_in_which_they_were_started(cluster: str) -> None:
+    words = [sys.executable, "-c", ORPHANED, cluster]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=2 * BUSY_S)
+    reason = "RayExecutor.run(): no workers are running: ray.shutdown() has been called. Call start() first"
+    assert done.stdout.splitlines()[-2:] == [reason, "[1]"]
 
 
 @pytest.mark.parametrize(

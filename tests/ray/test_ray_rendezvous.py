@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import sys
 from typing import Any
@@ -11,9 +13,12 @@ import polyhvd.numpy as hvd
 import pytest
 import ray
 import ray.cloudpickle
+from ranks_alive import wait_until
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import polyhvd.ray
+from polyhvd.config import ConfigError
 from polyhvd.ray import BaseHorovodWorker
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -102,3 +107,21 @@ def test_an_actor_that_does_not_answer_is_named(actors: list[Any]) -> None:
     stuck = Trainer.options(num_cpus=1000).remote()
     with pytest.raises(TimeoutError, match=r"actors \[1\] \(of 2\) have not answered in time"):
         polyhvd.ray.rendezvous([actors[0], stuck], timeout_s=2)
+
+
+def process_of(actor: Any) -> int | None:
+    """Return the process of an actor; None: Ray is restarting it."""
+    with contextlib.suppress(RayActorError):
+        return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+    return None
+
+
+def test_an_actor_that_ray_has_restarted_is_no_rank_until_the_next_rendezvous() -> None:
+    made = [Trainer.options(num_cpus=1, max_restarts=1).remote() for _ in range(2)]
+    polyhvd.ray.rendezvous(made, timeout_s=60)
+    former = process_of(made[1])
+    ray.kill(made[1], no_restart=False)
+    wait_until(lambda: process_of(made[1]) not in (None, former), "Ray restarts the actor", 60.0)
+    with pytest.raises(ConfigError, match=r"Ray has restarted this actor .* and the new process has no rank"):
+        ray.get(made[1].train.remote(1))
+    assert [found[:2] for found in train(polyhvd.ray.rendezvous(made))] == [(0, 2), (1, 2)]

@@ -1,15 +1,18 @@
 """Actors of Ray as ranks: the driver gives each its place by a call, so that no environment has the secret.
 
-Nothing here needs Ray: :mod:`polyhvd.ray` makes the calls.
+Nothing here imports Ray where it is not in use: :mod:`polyhvd.ray` makes the calls.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from polyhvd.config import Launched, Settings
+from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.providers.provider import Claim, Met, Provider
 from polyhvd.rendezvous import network
@@ -19,7 +22,10 @@ from polyhvd.rendezvous.server import Server
 from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime.placement import Placement
 
-__all__ = ["Assignment", "RayProvider"]
+__all__ = ["RANKED", "Assignment", "RayProvider"]
+
+#: Namespace of Ray's internal key-value store that has the ids of actors that were made ranks.
+RANKED = b"polyhvd ranks"
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,16 @@ class RayProvider(Provider):
         return dict(os.environ)
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """The place that the driver has given or will give, regardless of the environment."""
+        """The place that the driver has given or will give.
+
+        Raises:
+            ConfigError: Ray has restarted this actor since it was given a place, which is lost.
+        """
         if self.elastic is not None:
             return Claim(seen="the driver of an elastic job has started it")
         if self._given is None:
+            if "RAY_RAYLET_PID" in environ and "ray" in sys.modules:
+                _refuse_restarted_actor()
             return None
         place = self._given.placement
         return Claim(place.rank, place.size, place.local_rank, seen="the driver has assigned it")
@@ -124,3 +136,18 @@ class RayProvider(Provider):
         except StoreError as error:
             raise HorovodInternalError(f"rank {placement.rank}: {error}") from None
         return Met(placement, store)
+
+
+def _refuse_restarted_actor() -> None:
+    """Raise ConfigError if this is a new process of an actor that was made a rank."""
+    ray: Any = importlib.import_module("ray")
+    actor = ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
+    if actor is None:
+        return
+    store: Any = importlib.import_module("ray.experimental.internal_kv")
+    if store._internal_kv_exists(actor, namespace=RANKED):
+        raise ConfigError(
+            f"init(): Ray has restarted this actor ({actor}) since polyhvd.ray.rendezvous() made it a rank, "
+            "and the new process has no rank. Call rendezvous() with all actors again before init(), or set "
+            "POLYHVD_ALONE=1 for a world of one rank"
+        )
