@@ -109,7 +109,7 @@ class Log:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 ended = self.process.poll()
                 why = "does not come" if ended is None else f"did not come: the job ended with {ended}"
-                raise JobError(f"{what} {why}:\n{self._said.read_text('utf-8', 'replace')[-2000:]}")
+                raise JobError(f"{what} {why}:\n{self.said()[-2000:]}")
             time.sleep(0.02)
 
     def said(self) -> str:

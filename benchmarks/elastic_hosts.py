@@ -25,6 +25,7 @@ HOSTS = 3
 #: In the order in which they are caused.
 KINDS = ("rank", "agent", "notice", "cable")
 FRAMEWORKS = ("numpy", "torch")
+_MEGABYTES = 102  # of each state
 #: No slot rests after a failure, and the job goes on however often it loses one.
 _LIMITS = ("--blacklist-cooldown-range", "0", "0", "--reset-limit", "100000")
 
@@ -144,18 +145,18 @@ def job(
     return found
 
 
-def rows(rounds: int, megabytes: int = 102) -> Iterator[tuple[str, list[float]]]:
+def rows(rounds: int) -> Iterator[tuple[str, list[float]]]:
     """Lines of the table with milliseconds; raises CannotStart where no hosts can be made."""
     with hosts() as among:
         for framework in FRAMEWORKS:
-            (with_spare,) = job(among, framework, megabytes, {"rank": rounds}, spare=True).values()
+            (with_spare,) = job(among, framework, _MEGABYTES, {"rank": rounds}, spare=True).values()
             name = f"{framework}, {HOSTS} hosts"
             yield f"{name}: kill -9 of a rank elsewhere, error", [loss.error for loss in with_spare]
             yield f"{name}: from the kill to the first new step, a spare", [loss.step for loss in with_spare]
             wanted = dict.fromkeys(KINDS, rounds)
             if framework != FRAMEWORKS[0]:
                 del wanted["cable"]  # what it costs is the time until it is noticed, in any framework
-            found = job(among, framework, megabytes, wanted)
+            found = job(among, framework, _MEGABYTES, wanted)
             for kind, what in (
                 ("rank", "the same without a spare"),
                 ("agent", "kill -9 of a host's agent"),

@@ -25,14 +25,14 @@ from benchmarks.launchers import ROOT, CannotStart
 
 RANKS = HOSTS
 ENVIRONMENTS = ROOT / "build" / "peers"
-_RESTARTS = "100000"
+_RESTARTS, _MEGABYTES = "100000", "102"
 _PORT = 29400
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One way of others to start a job, and how many ranks its next world has after a loss."""
+    """One way of others to start a job."""
 
     label: str
     start: Callable[[Hosts | None, Path], AbstractContextManager[Log]]
@@ -40,8 +40,8 @@ class Peer:
     after: str  #: what it does meanwhile
 
 
-def _program(peer: str, folder: Path, megabytes: int = 102) -> list[str]:
-    return ["-m", "benchmarks.elastic_peer_rank", peer, str(megabytes), str(folder)]
+def _program(peer: str, folder: Path) -> list[str]:
+    return ["-m", "benchmarks.elastic_peer_rank", peer, _MEGABYTES, str(folder)]
 
 
 def _environment(**more: str) -> dict[str, str]:

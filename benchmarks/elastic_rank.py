@@ -207,7 +207,7 @@ def main() -> None:
 
 def hold(framework: str, megabytes: int) -> None:
     """Have as much memory as a rank with two commits, for whoever kills this process."""
-    _, state, _ = JOBS[framework](elements(megabytes), lambda: None)
+    _, state, _ = JOBS[framework](elements(megabytes))
     state.commit()
     state.commit()
     print("holds", flush=True)

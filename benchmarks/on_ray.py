@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +191,7 @@ def losses(kind: str, rounds: int) -> list[float]:
     return found
 
 
-def report(folder: Path, rounds: int, parts: Sequence[str]) -> None:
+def report(folder: Path, rounds: int) -> None:
     """Measure in a cluster that is started for it; print the tables, and write ray.md and ray.json."""
     import ray
 
@@ -220,24 +219,21 @@ def report(folder: Path, rounds: int, parts: Sequence[str]) -> None:
         print(line, flush=True)
 
     print("\n".join(lines), flush=True)
-    if "start" in parts:
-        starts = in_turns(start_of_polyhvd, start_of_train, rounds)
-        add(paired("from the executor to the first step, beside TorchTrainer", "s", *starts), starts=starts)
-    if "steps" in parts:
-        speeds = in_turns(steps_on_ray, steps_by_polyhvdrun, rounds)
-        add(paired("a step, beside polyhvdrun", "ms", *speeds), steps=speeds)
-    if "losses" in parts:
-        lines += ["", f"| {_LOSING} ranks, {MEGABYTES} MB, an actor killed | first new step, ms | of |"]
-        lines += ["|---|---:|---:|"]
-        print("\n".join(lines[-3:]), flush=True)
-        for label, kind in LOSSES.items():
-            try:
-                found = losses(kind, rounds)
-            except JobError as error:
-                add(f"| {label} | not measured: {str(error).splitlines()[0]} | |")
-                continue
-            spread = f"{statistics.median(found):.0f} ({min(found):.0f} to {max(found):.0f})"
-            add(f"| {label} | {spread} | {len(found)} |", **{kind: found})
+    starts = in_turns(start_of_polyhvd, start_of_train, rounds)
+    add(paired("from the executor to the first step, beside TorchTrainer", "s", *starts), starts=starts)
+    speeds = in_turns(steps_on_ray, steps_by_polyhvdrun, rounds)
+    add(paired("a step, beside polyhvdrun", "ms", *speeds), steps=speeds)
+    lines += ["", f"| {_LOSING} ranks, {MEGABYTES} MB, an actor killed | first new step, ms | of |"]
+    lines += ["|---|---:|---:|"]
+    print("\n".join(lines[-3:]), flush=True)
+    for label, kind in LOSSES.items():
+        try:
+            found = losses(kind, rounds)
+        except JobError as error:
+            add(f"| {label} | not measured: {str(error).splitlines()[0]} | |")
+            continue
+        spread = f"{statistics.median(found):.0f} ({min(found):.0f} to {max(found):.0f})"
+        add(f"| {label} | {spread} | {len(found)} |", **{kind: found})
     (folder / "ray.md").write_text("\n".join([*lines, ""]))
     (folder / "ray.json").write_text(json.dumps(kept, indent=1) + "\n")
 
@@ -247,7 +243,7 @@ def python_of() -> str:
     return str(ROOT / "build" / "peers" / "ray" / "bin" / "python")
 
 
-def main(folder: Path, *, quick: bool = False, parts: Sequence[str] = ("start", "steps", "losses")) -> int:
+def main(folder: Path, *, quick: bool = False) -> int:
     """Have the environment with Ray measure."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,7 +251,7 @@ def main(folder: Path, *, quick: bool = False, parts: Sequence[str] = ("start", 
         print("bench: without Ray: make bench-peers installs it", file=sys.stderr)
         return 1
     command = [python_of(), "-m", "benchmarks.on_ray", "report"]
-    options = [str(folder), "1" if quick else "5", ",".join(parts)]
+    options = [str(folder), "1" if quick else "5"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), **_PATIENCE, **_QUIET}
     return subprocess.run([*command, *options], cwd=ROOT, env=env).returncode
 
@@ -264,4 +260,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "job":
         job(sys.argv[2], Path(sys.argv[3]))
     else:
-        report(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split(","))
+        report(Path(sys.argv[2]), int(sys.argv[3]))

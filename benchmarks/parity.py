@@ -34,7 +34,6 @@ _TIMEOUT_S = 600.0
 _STEPS, _BLOCKS = 20, 12
 
 Array = np.ndarray[Any, Any]
-Step = Callable[[], None]
 #: Milliseconds of the median step, by way.
 Row = dict[str, float]
 

@@ -36,7 +36,7 @@ def cell(sample: Sample) -> str:
 
 
 def heads(results: Results) -> list[str]:
-    """Labels of the columns; the path too where it is not the part's only one."""
+    """Labels of the columns."""
     return [workload.label for workload, _ in results]
 
 

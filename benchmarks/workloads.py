@@ -14,10 +14,10 @@ class Workload:
     """One thing to do again and again.
 
     `path` is how it is asked for: "blocking" is ``allreduce_``, "async" a handle and ``synchronize``,
-    "separate" a handle for each tensor before the first is waited for, "grouped" one operation, "packed" the
-    same through a buffer for peers without groups, "computed" separately in the function that computes the
-    tensors, "copy" a copy within memory, "noop" the framework's own asynchronous operation that does nothing,
-    "met" that and a wait for the other ranks, "step" a training step of `model`.
+    "separate" a handle for each tensor before the first is waited for, "grouped" one operation, "computed"
+    separately in the function that computes the tensors, "copy" a copy within memory, "noop" the
+    framework's own asynchronous operation that does nothing, "met" that and a wait for the other ranks,
+    "step" a training step of `model`.
     """
 
     label: str
@@ -50,17 +50,17 @@ def resnet50_elements() -> tuple[int, ...]:
     return (*sizes, 2048 * 1000, 1000)
 
 
-def single(size: int, path: str, dtype: str = "float32", label: str = "") -> Workload:
-    return Workload(label or size_label(size), path, (size // ITEM_SIZES[dtype],), dtype)
+def single(size: int, path: str) -> Workload:
+    return Workload(size_label(size), path, (size // ITEM_SIZES["float32"],))
 
 
 def blocking(sizes: tuple[int, ...] = SIZES) -> list[Workload]:
     return [single(size, "blocking") for size in sizes]
 
 
-def asynchronous(sizes: tuple[int, ...] = SIZES) -> list[Workload]:
+def asynchronous() -> list[Workload]:
     nothing = [Workload("no operation", "noop", (256,)), Workload("no operation, met", "met", (256,))]
-    return [single(size, "async") for size in sizes] + nothing
+    return [single(size, "async") for size in SIZES] + nothing
 
 
 def gradients() -> list[Workload]:
@@ -68,10 +68,10 @@ def gradients() -> list[Workload]:
     return [Workload(path, path, sizes) for path in ("separate", "grouped", "computed")]
 
 
-def dtypes(counts: tuple[int, ...] = (MB // 4, 16 * MB, 64 * MB)) -> list[Workload]:
+def dtypes() -> list[Workload]:
     """The same number of elements of each dtype: rates are then ratios of times."""
     listed = []
-    for count in counts:
+    for count in (MB // 4, 16 * MB, 64 * MB):
         for dtype in ("float32", "float16", "bfloat16", "int8", "uint8"):
             listed.append(Workload(f"{count / 1e6:.3g} M {dtype}", "blocking", (count,), dtype))
         listed.append(Workload(f"{count / 1e6:.3g} M bytes copied", "copy", (count,), "uint8"))

@@ -1,4 +1,4 @@
-"""The layers of DESIGN.md, section 2, and what the style sheet can be held to by a program.
+"""The layers of ARCHITECTURE.md, and what the style sheet can be held to by a program.
 
 Reads the sources and runs none of them.
 """
@@ -23,7 +23,6 @@ BACKENDS = ROOT / "backends"
 FRAMEWORKS = ROOT / "frameworks"
 LAUNCH = ROOT / "polyhvd" / "launch"
 TESTING = ROOT / "polyhvd" / "testing"
-
 
 #: Backends that are built on another one.
 BUILT_ON = {"host": {"shm"}, "mpi": {"host", "shm"}, "nccl": {"gpu"}}
@@ -476,14 +475,14 @@ def test_all_is_sorted_and_true() -> None:
 
 def test_adapters_export_the_same_names() -> None:
     """A program moves from one framework to another by changing its import."""
-    common = {
+    common = (
         "Average Max Min Product Sum ProcessSet HorovodInternalError allgather allgather_object allreduce "
         "barrier broadcast broadcast_object counters cross_rank cross_size global_process_set init "
         "is_homogeneous is_initialized local_rank local_size rank shutdown size start_timeline stop_timeline "
         "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled mpi_threads_supported "
         "nccl_built rocm_built"
-    }
-    wanted = set(" ".join(common).split())
+    )
+    wanted = set(common.split())
     offences = []
     for folder in sorted(path for path in FRAMEWORKS.iterdir() if (path / "__init__.py").is_file()):
         missing = wanted - set(all_exports(folder / "__init__.py"))

@@ -219,11 +219,8 @@ def test_a_world_of_several_needs_a_store() -> None:
 def test_settings_that_disagree_are_told_in_every_world(meeting: Meeting) -> None:
     def rank(number: int) -> str:
         settings = replace(SETTINGS, reproducible=number == 0)
-        launched = Launched(rank=number, size=2, rendezvous=meeting.server.endpoint, secret=meeting.secret)
-        placement, store = meet_as(launched, 0, time.monotonic() + 20)
-        assert store is not None
-        with store, pytest.raises(hvd.RankMismatchError) as caught:
-            World(settings, placement, store)
+        with pytest.raises(hvd.RankMismatchError) as caught:
+            meeting.world(number, 2, 1, settings=settings)
         return str(caught.value)
 
     assert all("reproducible must be the same on all ranks" in text for text in on_threads(2, rank))

@@ -46,6 +46,8 @@ KINDS = {
 #: Of 24 defects, at least 22 must be reported with their place.
 LOCATED_MIN = 22 / 24
 AGREE, FOUND = 0, {1, 6, 7, 8}
+#: Of the command for one program.
+_LIMIT_S = 300
 FAULT = "FAULT = True\n"
 
 
@@ -175,29 +177,27 @@ def read(path: Path) -> Defect:
     return defect
 
 
-def defects(folder: Path = FOLDER) -> list[Defect]:
-    """All in a folder, by name, those held out last."""
-    paths = [path for path in folder.glob("*.py") if not path.name.startswith("reference_")]
+def defects() -> list[Defect]:
+    """All, by name, those held out last."""
+    paths = [path for path in FOLDER.glob("*.py") if not path.name.startswith("reference_")]
     return sorted(map(read, paths), key=lambda defect: (defect.aside, defect.name))
 
 
-def run(defect: Defect, folder: Path = FOLDER, *, control: bool = False, limit_s: float = 300) -> Finding:
+def run(defect: Defect, *, control: bool = False) -> Finding:
     """Have the command judge a defect.
 
     Args:
-        defect: of ``folder``.
-        folder: where its file is.
+        defect: one of :func:`defects`.
         control: run the same program without it.
-        limit_s: of the command.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         programs, report = Path(scratch) / "programs", Path(scratch) / "report.json"
-        shutil.copytree(folder, programs, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(FOLDER, programs, ignore=shutil.ignore_patterns("__pycache__"))
         own = programs / f"{defect.name}.py"
         if control:
             own.write_text(own.read_text().replace(FAULT, FAULT.replace("True", "False")))
-        words = ["parity", *defect.words(programs, report), "--timeout", str(limit_s)]
+        words = ["parity", *defect.words(programs, report), "--timeout", str(_LIMIT_S)]
         done = subprocess.run(
             [sys.executable, "-m", "polyhvd.cli", *words],
             cwd=ROOT,
@@ -210,7 +210,7 @@ def run(defect: Defect, folder: Path = FOLDER, *, control: bool = False, limit_s
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=limit_s + 60,
+            timeout=_LIMIT_S + 60,
         )
         content = json.loads(report.read_text()) if report.exists() else {}
     differing = [check for check in content.get("checks", ()) if not check["agree"]]
@@ -260,13 +260,13 @@ def counted(findings: Sequence[Finding]) -> str:
     return "; ".join(parts)
 
 
-def write(findings: Sequence[Finding], document: Path = DOCUMENT) -> None:
+def write(findings: Sequence[Finding]) -> None:
     """Put the table between the marks of the document."""
-    text = document.read_text()
+    text = DOCUMENT.read_text()
     begin, end = (text.index(mark) for mark in MARKS)
     sentence = counted(findings)
     made = f"{MARKS[0]}\n\n{sentence[0].upper()}{sentence[1:]}.\n\n{table(findings)}\n\n"
-    document.write_text(text[:begin] + made + text[end:])
+    DOCUMENT.write_text(text[:begin] + made + text[end:])
 
 
 def enough(findings: Sequence[Finding]) -> bool:
@@ -283,17 +283,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="of defects; default: all, and the document is written")
     parser.add_argument("--control", action="store_true", help="without the defects: nothing may be found")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="with the defects' files")
     options = parser.parse_args(arguments)
-    known = {defect.name: defect for defect in defects(options.folder)}
-    if not known:
-        parser.error(f"{options.folder}: there are no defects in it")
+    known = {defect.name: defect for defect in defects()}
     unknown = sorted(set(options.names) - set(known))
     if unknown:
         parser.error(f"no such defect: {', '.join(unknown)}; there are {', '.join(known)}")
 
     def judged(name: str) -> Finding:
-        found = run(known[name], options.folder, control=options.control)
+        found = run(known[name], control=options.control)
         said = "agrees" if found.status == AGREE else found.place
         if found.status == AGREE or not found.detected or "kind" not in found.first:
             said += f" (status {found.status}: {found.message})"
@@ -306,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.control:
         return int(any(found.status != AGREE for found in findings))
     print(counted(findings))
-    if not options.names and options.folder == FOLDER:
+    if not options.names:
         write(findings)
     return int(not enough(findings))
 

@@ -25,22 +25,22 @@ from polyhvd.parity.limits import Bounds, differences
 from polyhvd.parity.runs import FRAMEWORKS, Order, Run
 
 _RANKS = 2
-#: Steps of each run; those of a deep network take long.
-_STEPS = {"resnet18": 3}
+#: Of each run; those of a deep network take long.
+_STEPS, _STEPS_OF = 10, {"resnet18": 3}
 #: Each seed has the next of them, besides what the case has.
 _OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop", "adagrad")
 
 
-def _order(case: str, steps: int, seed: int) -> Order:
+def _order(case: str, seed: int) -> Order:
     options: dict[str, object] = {}
     if case not in ("resnet18", "embedding"):
         options = {"name": _OPTIMIZERS[seed % len(_OPTIMIZERS)]}
         if options["name"] in ("adam", "adamw", "rmsprop", "adagrad"):
             options["rate"] = 0.01
-    return Order(case, options, min(steps, _STEPS.get(case, steps)), _RANKS, "", seed)
+    return Order(case, options, _STEPS_OF.get(case, _STEPS), _RANKS, "", seed)
 
 
-def _rank(framework: str, folder: Path, cases: Sequence[str], steps: int, seeds: Sequence[int]) -> None:
+def _rank(framework: str, folder: Path, cases: Sequence[str], seeds: Sequence[int]) -> None:
     """The program of one rank of a framework's job."""
     from polyhvd.parity import running
 
@@ -50,7 +50,7 @@ def _rank(framework: str, folder: Path, cases: Sequence[str], steps: int, seeds:
     hvd.init(process_sets=[first])
     for case in cases:
         for seed in seeds:
-            order = _order(case, steps, seed)
+            order = _order(case, seed)
             made = []
             if rank == 0:
                 made.append(running.run_mode(order, framework, "plain", None, (0, 1)))
@@ -75,20 +75,17 @@ def main() -> int:
     """Run all, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--frameworks", default=",".join(FRAMEWORKS))
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--keep", help="a folder for what was seen")
     options = parser.parse_args()
     cases, seeds = options.cases.split(","), range(1, options.seeds + 1)
     if options.rank:
-        _rank(options.rank[0], Path(options.rank[1]), cases, options.steps, seeds)
+        _rank(options.rank[0], Path(options.rank[1]), cases, seeds)
         return 0
     frameworks = options.frameworks.split(",")
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(options.keep or made)
-        folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
         _run_all(folder, frameworks)
         return _report(folder, frameworks, cases, seeds)
 

@@ -17,7 +17,7 @@ from polyhvd.bench.table import Table
 from polyhvd.config import Launched
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["add_arguments", "main"]
 
 _USAGE_STATUS = 2
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -105,11 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Measure the collectives of this job. Without polyhvdrun, the job has one rank.",
     )
     add_arguments(parser)
-    return run(parser.parse_args(arguments))
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure as the options say."""
+    options = parser.parse_args(arguments)
     rank_0 = speaks()
     try:
         framework = Framework(options.framework, options.dtype)

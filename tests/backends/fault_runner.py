@@ -164,10 +164,10 @@ class _Job:
         reports = self._first_life()
         self._judge(reports, harmless=self._case.harmless)
         if not self._killed:
-            again = self._life("again")
+            again = self._second_life()
             self._judge(again, harmless=True)
         for rank in self._alive():
-            self._tell(rank, "end", 0)
+            self._tell(rank, "end")
         for rank, pid in enumerate(self._pids):
             status = self._server.status(pid, self._deadline)
             if status is None:
@@ -231,9 +231,9 @@ class _Job:
                     self._do(fault)
         return reports
 
-    def _life(self, word: str) -> dict[int, Report]:
+    def _second_life(self) -> dict[int, Report]:
         for rank in self._alive():
-            self._tell(rank, word, 0)
+            self._tell(rank, "again")
         reports: dict[int, Report] = {}
         while len(reports) < len(self._alive()):
             rank, value = self._hear([rank for rank in self._alive() if rank not in reports])
@@ -263,7 +263,7 @@ class _Job:
         os.kill(self._pids[rank], signal.SIGKILL)
         self._killed.add(rank)
 
-    def _tell(self, rank: int, word: str, pick: int) -> None:
+    def _tell(self, rank: int, word: str, pick: int = 0) -> None:
         with contextlib.suppress(OSError):  # its end is seen elsewhere
             self._ends[rank].send((word, pick))
 

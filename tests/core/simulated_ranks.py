@@ -18,7 +18,6 @@ __all__ = ["Call", "Event", "Rank", "World", "units"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = _ROOT / "build" / "core" / "python"
-_SETS = ("add set", "remove set")
 
 
 def _load() -> Any:

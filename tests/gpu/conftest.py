@@ -15,7 +15,6 @@ class World:
 
     name: str
     hosts: tuple[int, ...]
-    settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -44,4 +43,4 @@ def stand_in() -> None:
 
 @pytest.fixture
 def pool(world: World, pools: Pools) -> Pool:
-    return pools.get(PoolSpec("numpy", world.hosts, world.settings))
+    return pools.get(PoolSpec("numpy", world.hosts))

@@ -32,12 +32,9 @@ _TRACER = (
 )
 
 
-def wait_until_asleep(pid: int, deadline_s: float = 30.0) -> None:
+def wait_until_asleep(pid: int) -> None:
     """Wait until a process's main thread sleeps in the kernel, since it has nothing to do."""
-    deadline = time.monotonic() + deadline_s
-    while state_of(pid) != "S":
-        assert time.monotonic() < deadline, f"process {pid} does not come to rest"
-        time.sleep(0.01)
+    wait_until(lambda: state_of(pid) == "S", f"process {pid} comes to rest", 30.0)
 
 
 @contextlib.contextmanager

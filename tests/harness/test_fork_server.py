@@ -17,7 +17,7 @@ from pathlib import Path
 import fork_servers
 import pytest
 from fork_servers import ForkServers
-from ranks_alive import is_running
+from ranks_alive import is_running, wait_until
 
 HERE = Path(__file__).parent
 DEADLINE_S = 30.0  # for liveness only
@@ -59,10 +59,7 @@ def start(python: list[str], source: str) -> tuple[subprocess.Popen[str], int]:
 
 
 def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} goes on"
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(pid), f"the end of process {pid}", DEADLINE_S)
 
 
 def test_modules_are_there_before_the_program_and_missing_ones_are_its_affair(python: list[str]) -> None:

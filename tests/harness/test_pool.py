@@ -13,7 +13,7 @@ from pathlib import Path
 import polyhvd.numpy as hvd
 import pytest
 from pool import MARK, Pool, Pools, PoolSpec, RankFailure
-from ranks_alive import is_running, outliving_sigkill, processes_with
+from ranks_alive import is_running, outliving_sigkill, processes_with, wait_until
 
 from polyhvd.testing import worker
 
@@ -141,8 +141,8 @@ def test_ranks_die_with_the_process_that_has_started_them() -> None:
     output = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=60)
     mark, *pids = output.stdout.decode().split()
     assert len(pids) == 2, output.stderr.decode()
-    deadline = time.monotonic() + 30
-    # A process that is about to end has no environment any more.
-    while processes_with(MARK, mark) or any(is_running(int(pid)) for pid in pids):
-        assert time.monotonic() < deadline, "ranks outlive their pool"
-        time.sleep(0.05)
+
+    def gone() -> bool:  # a process that is about to end has no environment any more
+        return not processes_with(MARK, mark) and not any(is_running(int(pid)) for pid in pids)
+
+    wait_until(gone, "the end of the ranks", 30)

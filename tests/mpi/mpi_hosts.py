@@ -61,11 +61,9 @@ class Hosts:
             text=True,
         )
 
-    def run(
-        self, script: Path, *arguments: str, slots: int = 2, launcher: Sequence[str] = (), **settings: str
-    ) -> tuple[int, str, str]:
-        """Run one to its end; returns exit status, standard output and error."""
-        with self.start(script, *arguments, slots=slots, launcher=launcher, **settings) as process:
+    def run(self, script: Path, **settings: str) -> tuple[int, str, str]:
+        """Run a job of two ranks on each host to its end; returns exit status, standard output and error."""
+        with self.start(script, **settings) as process:
             try:
                 out, err = process.communicate(timeout=60)
             finally:

@@ -20,7 +20,7 @@ __all__ = ["hosts"]
 WORKS = (
     jobs.SAY
     + """
-import socket, sys
+import socket
 import numpy as np, polyhvd.numpy as hvd
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
@@ -63,7 +63,7 @@ def test_ranks_share_memory_within_their_host_alone(hosts: Hosts, tmp_path: Path
 NAMELESS = (
     jobs.SAY
     + """
-import socket, sys
+import socket
 import numpy as np, polyhvd.numpy as hvd
 socket.gethostname = lambda: f"nobody-knows-{os.getpid()}"
 try:
@@ -91,7 +91,6 @@ def test_hosts_that_names_do_not_lead_to_need_an_interface(hosts: Hosts, tmp_pat
 BUSY = (
     jobs.SAY
     + """
-import socket, sys
 import numpy as np, polyhvd.numpy as hvd
 hvd.init()
 while True:

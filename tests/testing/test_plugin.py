@@ -16,7 +16,7 @@ from pathlib import Path
 import polyhvd.numpy as hvd
 import pytest
 import tomllib
-from ranks_alive import processes_with
+from ranks_alive import processes_with, wait_until
 
 from polyhvd.testing.stand_ins import StandIn, is_installed, stand_ins
 
@@ -287,16 +287,10 @@ def test_nothing_is_left_when_a_session_is_killed(tmp_path: Path, end: int) -> N
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 60
-    while len([*tmp_path.glob("began*")]) < 2:
-        assert time.monotonic() < deadline, "the test does not begin"
-        time.sleep(0.05)
+    wait_until(lambda: len([*tmp_path.glob("began*")]) == 2, "the test to begin", 60)
     process.send_signal(end)
     process.wait(60)
-    deadline = time.monotonic() + 30
-    while processes_with(MARKED, str(tmp_path)):
-        assert time.monotonic() < deadline, "ranks outlive their session"
-        time.sleep(0.05)
+    wait_until(lambda: not processes_with(MARKED, str(tmp_path)), "the end of the ranks", 30)
 
 
 def test_a_framework_is_imported_by_ranks_alone(session: Callable[..., Ran[str]]) -> None:
