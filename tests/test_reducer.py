@@ -34,6 +34,7 @@ class Noted(Exchange[Any]):
         self.whole_steps = whole_steps
         self.failing = failing
         self.sent: list[tuple[str, int]] = []
+        self.shapes: list[tuple[int, ...]] = []
         self.requests: list[dict[str, Any]] = []
         self.waited: list[str] = []
 
@@ -41,6 +42,7 @@ class Noted(Exchange[Any]):
         self, tensors: Sequence[Any], name: str, priority: int, request: Mapping[str, Any]
     ) -> Results[Any]:
         self.sent.append((name, priority))
+        self.shapes += [np.shape(tensor) for tensor in tensors]
         self.requests.append(dict(request))
         if f"start of {name}" in self.failing:
             raise InvalidArgumentError(name)
@@ -69,6 +71,9 @@ class Noted(Exchange[Any]):
 
     def dense(self, gradient: Any) -> Any:
         return gradient.array if isinstance(gradient, Sparse) else gradient
+
+    def marker(self, like: Any, mark: int) -> Any:
+        return np.empty((0, mark), like.dtype)
 
     def put(self, key: Any, gradient: Any, reduced: Any) -> Any:
         return reduced
@@ -123,6 +128,18 @@ def test_a_whole_step_is_one_operation_and_groups_of_it_are_numbered() -> None:
     assert names == ["p", "q.group.0", "q.1", "p.group.0", "p.group.1"]
     with pytest.raises(InvalidArgumentError, match="has no variables"):
         reducer(noted, groups=[[sources[0]]]).reduce(ones(0))
+
+
+def test_a_whole_step_differs_in_a_shape_from_one_with_gradients_of_other_variables() -> None:
+    sources = [object() for _ in range(4)]
+    shapes = []
+    for keys in ((0, 1), (0, 2), (1, 2), (0, 1, 3)):
+        noted = Noted(whole_steps=True)
+        found = reducer(noted).reduce(ones(*keys), sources)
+        assert {key: value[0] for key, value in found.items()} == {key: 2 * (key + 1) for key in keys}
+        shapes.append(tuple(noted.shapes))
+    assert shapes[0] == ((2,), (2,))
+    assert len(set(shapes)) == len(shapes)
 
 
 def test_the_first_error_is_raised_and_the_others_are_waited_for() -> None:

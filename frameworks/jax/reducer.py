@@ -7,6 +7,8 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from polyhvd.jax import derivatives
 from polyhvd.jax.errors import naming_gradients
 from polyhvd.jax.functions import Compression, functions, is_traced
@@ -18,7 +20,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training.compression import AnyCompressor, KeyedCompressor
 from polyhvd.training.options import Options
-from polyhvd.training.reducer import Exchange, GradientReducer, Results
+from polyhvd.training.reducer import Exchange, GradientReducer, Results, mark_of_names
 
 __all__ = ["DistributedGradients", "grad", "value_and_grad"]
 
@@ -32,6 +34,8 @@ class _JaxExchange(Exchange[jax.Array]):
 
     #: Returns names of the gradients of the step: their places in the tree.
     names: Callable[[], Sequence[str]] | None = None
+    #: Of these names. A step may have another tree than the first one, whose names are compared.
+    mark = 0
 
     def start(
         self, tensors: Sequence[jax.Array], name: str, priority: int, request: Mapping[str, Any]
@@ -54,6 +58,14 @@ class _JaxExchange(Exchange[jax.Array]):
     def dense(self, gradient: Any) -> jax.Array:
         """The gradient, if it is an array."""
         return functions.value(gradient)
+
+    def mark_of(self, keys: Sequence[Any]) -> int:
+        """Of the tree: keys are numbers of its leaves."""
+        return self.mark
+
+    def marker(self, like: jax.Array, mark: int) -> jax.Array:
+        """A new array."""
+        return jnp.asarray(np.empty((0, mark), like.dtype))
 
     def put(self, key: Any, gradient: jax.Array, reduced: jax.Array) -> jax.Array:
         """The reduced gradient itself."""
@@ -109,6 +121,7 @@ class DistributedGradients:
             process_set=process_set,
         )
         self._exchange = _JaxExchange(functions.collectives)
+        self._structure: Any = None  # of the last tree
         self._reducer = GradientReducer(self._exchange, prefix=name, options=options)
 
     def __call__(self, gradients: Tree) -> Tree:
@@ -124,6 +137,8 @@ class DistributedGradients:
         """
         leaves, structure = jax.tree_util.tree_flatten(gradients)
         self._exchange.names = lambda: _names(structure)
+        if self._structure is None or structure != self._structure:
+            self._structure, self._exchange.mark = structure, mark_of_names(_names(structure))
         # Of a parameter of integers there is none, in an array of type float0.
         some = {i: leaf for i, leaf in enumerate(leaves) if getattr(leaf, "dtype", None) != jax.dtypes.float0}
         if is_traced(list(some.values())):

@@ -77,6 +77,14 @@ class _Exchange(Exchange[Tensor]):
         are_finite = all(bool(torch.as_tensor(other).to_dense().isfinite().all()) for other in others)
         return gradient if are_finite else torch.as_tensor(gradient) * float("inf")
 
+    def name_of(self, source: Any) -> str:
+        """Of a variable of Keras."""
+        return path_of(source)
+
+    def marker(self, like: Tensor, mark: int) -> Tensor:
+        """A new tensor."""
+        return like.new_empty((0, mark))
+
     def put(self, key: Any, gradient: Tensor, reduced: Tensor) -> Tensor:
         """The reduced gradient itself."""
         return reduced

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mxnet as mx
@@ -13,6 +13,7 @@ from mxnet.module import module
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet.base import collectives
 from polyhvd.mxnet.errors import UnsupportedError
+from polyhvd.mxnet.names import places_of
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.runtime import current
@@ -25,14 +26,25 @@ class Horovod(KVStoreBase):  # type: ignore[misc]
 
     Parameters begin with rank 0's. Gradients are added up, as by ``dist_sync``: with n ranks,
     ``step(n * batch_size)`` averages over the samples of all of them.
+
+    Args:
+        parameters: of the trainer, by name, in the order of its keys.
     """
+
+    def __init__(self, parameters: Mapping[str, Any] | None = None) -> None:
+        self._places = places_of(list(parameters or ()))
+
+    def _name_of(self, key: Any) -> str:
+        """Return the name of a key in messages, the same on every rank."""
+        return str(self._places.get(key, key))
 
     def broadcast(self, key: Any, value: NDArray, out: NDArray | list[NDArray], priority: int = 0) -> None:
         """Write rank 0's array to ``out``."""
         first, *others = out if isinstance(out, list) else [out]
         if first is not value:
             value.copyto(first)
-        collectives.broadcast_async(first, 0, name=f"kvstore.{key}", priority=priority, in_place=True)
+        name = f"kvstore.{self._name_of(key)}"
+        collectives.broadcast_async(first, 0, name=name, priority=priority, in_place=True)
         for other in others:
             first.copyto(other)
 
@@ -42,9 +54,8 @@ class Horovod(KVStoreBase):  # type: ignore[misc]
         first, *others = given if out is None else out if isinstance(out, list) else [out]
         total = mx.nd.add_n(*(array.as_in_context(first.context) for array in given))
         total.copyto(first)
-        collectives.allreduce_async(
-            first, op=ReduceOp.Sum, name=f"kvstore.gradient.{key}", priority=priority, in_place=True
-        )
+        name = f"kvstore.gradient.{self._name_of(key)}"
+        collectives.allreduce_async(first, op=ReduceOp.Sum, name=name, priority=priority, in_place=True)
         for other in others:
             first.copyto(other)
 
@@ -72,7 +83,7 @@ class Horovod(KVStoreBase):  # type: ignore[misc]
 def install() -> None:
     """Register the store, and have MXNet use it: it makes none for one device where no name has ``dist``."""
     KVStoreBase.register(Horovod)
-    _replace(gluon_trainer, lambda create, *arguments: create(Horovod(), *arguments))
+    _replace(gluon_trainer, lambda create, number, params: create(Horovod(params), number, params))
     for owner in (mx.model, module):
         _replace(owner, _refuse)
 

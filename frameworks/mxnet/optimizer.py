@@ -12,7 +12,8 @@ import mxnet as mx
 import numpy as np
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import reads
-from polyhvd.mxnet.errors import as_mxnets
+from polyhvd.mxnet.errors import UnsupportedError, as_mxnets
+from polyhvd.mxnet.names import places_of
 from polyhvd.mxnet.passes import Sums, scale
 from polyhvd.mxnet.reducer import MxnetExchange
 from polyhvd.mxnet.weights import DRIFT_REMEDY, hyperparameters_of, values_of
@@ -75,6 +76,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             "_factor",
             "_groups",
             "_passes",
+            "_placed",
+            "_places",
             "_process_set",
             "_reducer",
             "_sums",
@@ -116,6 +119,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._sums = Sums()
         self._drift: DriftCheck | None = None
         self._weights: dict[Any, NDArray] = {}  # of a step, by index, unless Gluon has listed the parameters
+        self._placed: Any = None  # the Gluon trainer's parameters, for which _places was made
+        self._places: dict[int, int] = {}  # numbers that they have on every rank, by index
         self._arguments = options.changed()
         self._process_set = options.process_set
         self._exchange = MxnetExchange()
@@ -178,7 +183,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             return
         with as_mxnets():
             if parameters:
-                in_order = [parameters[i] for i in sorted(parameters)]
+                in_order = [parameters[i] for i in sorted(parameters, key=self._place_of)]
                 named = [(each.name, None) if each.grad_req != "null" else None for each in in_order]
                 self._drift.compare(
                     self._reducer.prefix,
@@ -206,6 +211,25 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         parameter = self.wrapped.param_dict.get(index)
         return str(self.wrapped.idx2name.get(index, index)) if parameter is None else str(parameter.name)
 
+    def _place_of(self, index: Any) -> Any:
+        """Return the key of a weight, the same on every rank; with listed groups, its index."""
+        parameters = self.wrapped.param_dict
+        if self._placed is not parameters and not self._groups.are_listed:
+            self._placed = parameters
+            self._places = places_of([parameters[i].name for i in sorted(parameters)])
+        return self._places.get(index, index)
+
+    def _refuse_loss_scaler(self) -> None:
+        """Raise where a Gluon trainer skips updates for gradients that overflow on its rank only."""
+        parameter = next(iter(self.wrapped.param_dict.values()), None)
+        trainer = getattr(parameter, "_trainer", None)
+        if getattr(trainer, "_amp_loss_scaler", None) is not None:
+            raise UnsupportedError(
+                "DistributedOptimizer in a gluon.Trainer with AMP: the trainer looks for overflows before "
+                "gradients are reduced, so each rank would skip other steps; pass the wrapped optimizer "
+                "to DistributedTrainer(params, optimizer)"
+            )
+
     def _due(self, arguments: _Arguments) -> _Arguments:
         """The updates that are the last of their passes, with the gradients of all of these."""
         if self._passes == 1:
@@ -230,7 +254,10 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         if not arguments:
             return []
         if self._process_set.size() > 1:
-            self._reducer.reduce(dict(zip(arguments[0], arguments[2], strict=True)))
+            self._refuse_loss_scaler()
+            gradients = dict(zip(map(self._place_of, arguments[0]), arguments[2], strict=True))
+            in_order = sorted(gradients) if self._places else list(gradients)
+            self._reducer.reduce({place: gradients[place] for place in in_order})
             self._exchange.check()  # nothing is updated from a gradient that is known to have failed
         number = self.wrapped.aggregate_num
         if not several or number == 0:  # it takes no lists

@@ -11,6 +11,7 @@ from polyhvd.tensorflow.compression import VariableState
 from polyhvd.tensorflow.errors import as_tensorflow
 
 from polyhvd.training.compression import Compressor, CompressorState
+from polyhvd.training.keras.weights import path_of
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import Exchange, GradientReducer, Results, keras_layers
 
@@ -52,9 +53,14 @@ class TensorflowExchange(Exchange[Any]):
         request: Mapping[str, Any],
     ) -> Results[Any]:
         """Gather the slices of all ranks; the results have each index once."""
-        key = next(iter(gradients)) if len(gradients) == 1 else "sparse"
+        is_single = len(gradients) == 1
+        key = next(iter(gradients)) if is_single else "sparse"
         reduced = sparse.allreduce(
-            list(gradients.values()), name=f"{prefix}.{key}", compression=compression, **request
+            list(gradients.values()),
+            name=f"{prefix}.{key}",
+            compression=compression,
+            mark=0 if is_single else self.mark_of(list(gradients)),
+            **request,
         )
         return lambda: [sparse.merged(slices) for slices in reduced]
 
@@ -101,6 +107,14 @@ class TensorflowExchange(Exchange[Any]):
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(other)) for other in local])
         values = tf.where(finite, values, tf.constant(float("inf"), values.dtype))
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if are_slices else values
+
+    def name_of(self, source: Any) -> str:
+        """Of a variable; an eager tensor has no name."""
+        return "a tensor" if isinstance(source, tf.Tensor) else path_of(source)
+
+    def marker(self, like: Any, mark: int) -> tf.Tensor:
+        """A new tensor."""
+        return tf.zeros([0, mark], like.dtype)
 
     def identity(self, source: Any) -> Any:
         """See :func:`reference`."""

@@ -67,7 +67,9 @@ WRAPPERS = Wrappers(
             "tape = hvd.DistributedGradientTape(tape)\n"
             "gradients = tape.gradient(loss, model.trainable_variables)",
             details="The result has one more method, ``register_local_source(variable)``: the gradient of "
-            "that variable stays on its rank.",
+            "that variable stays on its rank. With loss scaling, use :func:`DistributedOptimizer` and its "
+            "``register_local_var(variable)`` instead: an overflow in a local gradient of a tape makes only "
+            "its rank skip the step.",
             texts={"compression": _COMPRESSION},
             calls="distribute_tape",
         ),

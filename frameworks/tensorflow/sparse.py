@@ -43,6 +43,7 @@ def allreduce(
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
+    mark: int = 0,
 ) -> list[tf.IndexedSlices]:
     """Gather the slices of all ranks, as one operation: an index then stands for the sum of its slices.
 
@@ -56,6 +57,7 @@ def allreduce(
         compression: of the values on the wire.
         prescale_factor, postscale_factor: multiply the values.
         process_set: the ranks that take part.
+        mark: if it is not 0, ranks with different ones get an error instead of results.
 
     Raises:
         UnsupportedError: another ``op``.
@@ -79,6 +81,8 @@ def allreduce(
     sent = []
     for each, (sent_values, _) in zip(parts, pairs, strict=True):
         sent += [tf.cast(each.indices, tf.int64)[:, None], sent_values, _shape(each)]
+    if mark:
+        sent.append(tf.zeros([0, mark], tf.int64))
     # A reduction, whose gradient is never scaled like an allgather's.
     gathered = ops.allgather(sent, name=name, process_set=process_set, exact_gradient=True)
     results = []

@@ -21,10 +21,13 @@ if _EXCHANGE is not None:
     _core.register_dlpack_exchange(Tensor, _EXCHANGE)
 
 
+_DTYPES = frozenset(getattr(torch, name) for name in _core.DTYPES if hasattr(torch, name))
+
+
 def check(tensor: Tensor) -> None:
     """Raise TypeError for what cannot be communicated; of a tensor, a ValueError as well."""
     try:
-        if (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided:
+        if (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided and tensor.dtype in _DTYPES:
             return
     except AttributeError:
         pass
@@ -34,7 +37,13 @@ def check(tensor: Tensor) -> None:
         raise UnsupportedTypeError(
             f"the tensor is on {tensor.device}, expected one on the CPU or an NVIDIA GPU; move it with .cpu()"
         )
-    raise UnsupportedTypeError(f"the layout is {tensor.layout}, expected torch.strided; use .to_dense()")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedTypeError(f"the layout is {tensor.layout}, expected torch.strided; use .to_dense()")
+    advice = "pass torch.view_as_real(tensor)" if tensor.is_complex() else "cast it"
+    raise UnsupportedTypeError(
+        f"a tensor of {_dtype_name(tensor.dtype)} cannot be communicated, expected one of "
+        f"{', '.join(_core.DTYPES)}; {advice}"
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from polyhvd.torch.base import collectives, increment_version
+from polyhvd.torch.registry import hooked
 from polyhvd.torch.weights import DRIFT_REMEDY, values_of
 
 from polyhvd.collectives.numbering import ObjectNumbers
@@ -15,6 +17,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.drift import DriftCheck
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.options import Options, passes_per_step
+from polyhvd.training.passes import register
 from polyhvd.training.reducer import Exchange, GradientReducer
 
 __all__ = ["AdasumOptimizer", "Steps"]
@@ -30,9 +33,16 @@ class Steps:
         options: of the optimizer.
         groups: positions of the parameters of each group.
         names: of parameters, by ``id()``.
+        parameters: of the optimizer.
     """
 
-    def __init__(self, options: Options, groups: Sequence[Sequence[int]], names: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        options: Options,
+        groups: Sequence[Sequence[int]],
+        names: Mapping[int, str],
+        parameters: Sequence[Tensor],
+    ) -> None:
         self._names = names
         self._prefix = f"DistributedOptimizer.adasum.{_numbers.of(self, options.process_set)}"
         self._drift = DriftCheck(
@@ -46,6 +56,36 @@ class Steps:
         )
         #: Parameters that are each rank's own, by identity.
         self.local: set[int] = set()
+        #: Whether a backward pass has made gradients that no step has used, if a step takes several.
+        self.has_gradients = False
+        self._passes_per_step = 1
+        self._is_hooked = False
+        self.expect_passes(options.backward_passes_per_step, parameters)
+        register(self)
+
+    def expect_passes(self, number: int, parameters: Sequence[Tensor]) -> None:
+        """Let an elastic state commit after steps of so many passes, not between the passes."""
+        self._passes_per_step = number
+        if number == 1 or self._is_hooked:
+            return
+        owner = weakref.ref(self)
+
+        def note(_: Tensor) -> None:
+            steps = owner()
+            if steps is not None:
+                steps.has_gradients = True
+
+        for parameter in parameters:
+            hooked(parameter, {"register_post_accumulate_grad_hook": note})
+        self._is_hooked = True
+
+    def passes_held(self) -> int:
+        """See :class:`polyhvd.training.passes.CountedPasses`."""
+        return self._passes_per_step if self.has_gradients and self._passes_per_step > 1 else 0
+
+    def drop_passes(self) -> None:
+        """Forget the passes since the last step."""
+        self.has_gradients = False
 
     def is_member(self) -> bool:
         """Return whether this rank takes part."""
@@ -82,6 +122,10 @@ class Steps:
             increment_version(parameters[i])
 
 
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class AdasumOptimizer(torch.optim.Optimizer):
     """The base class that :func:`polyhvd.torch.DistributedOptimizer` puts before the user's optimizer.
 
@@ -116,16 +160,21 @@ class AdasumOptimizer(torch.optim.Optimizer):
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change nothing: gradients add up until ``step()``, after however many passes.
+        """Set after how many passes an elastic state may commit; ``step()`` takes all gradients so far.
 
         Raises:
             InvalidArgumentError: ``passes`` is not an integer of 1 or more.
         """
-        passes_per_step(passes)
+        self._own_steps().expect_passes(passes_per_step(passes), _parameters_of(self))
 
     def register_local_var(self, parameter: Tensor) -> None:
         """Let a parameter be this rank's own; on every rank."""
         self._own_steps().local.add(id(parameter))
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Set the gradients to zero, or to None, as the optimizer's own method does."""
+        super().zero_grad(*args, **kwargs)
+        self._own_steps().drop_passes()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step as the optimizer's own method does, and move the model by what all ranks' steps make together.
@@ -135,12 +184,14 @@ class AdasumOptimizer(torch.optim.Optimizer):
         steps = self._own_steps()
         self._opt_called = True  # torch's schedulers look at it
         if not steps.is_member():
-            return self._local_step(*args, **kwargs)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        steps.compare(parameters)
-        starts = {i: p.detach().clone() for i, p in enumerate(parameters) if p.requires_grad}
-        result = self._local_step(*args, **kwargs)
-        steps.combine(parameters, starts)
+            result = self._local_step(*args, **kwargs)
+        else:
+            parameters = _parameters_of(self)
+            steps.compare(parameters)
+            starts = {i: p.detach().clone() for i, p in enumerate(parameters) if p.requires_grad}
+            result = self._local_step(*args, **kwargs)
+            steps.combine(parameters, starts)
+        steps.drop_passes()
         return result
 
     def _local_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -635,6 +635,7 @@ class Gradients(Section):
     def forget_passes(self) -> None:
         """The gradients were set to zero."""
         self._forget_own()
+        self.settled = False  # after a step that the program has skipped, too
         for other, positions in self._lenders().items():
             for position in positions:
                 other._passes[position] = 0

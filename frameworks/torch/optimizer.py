@@ -169,7 +169,7 @@ def _reducing(closure: Callable[[], Any], gradients: Gradients) -> Callable[[], 
 
 @functools.cache
 def _share_overflows() -> None:
-    """Have every GradScaler skip a step for gradients that have overflowed on another rank only."""
+    """Have every GradScaler look at reduced gradients: all ranks then skip the same steps."""
     scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
     unscale = getattr(scaler, "_unscale_grads_", None)
     if unscale is None:
@@ -178,7 +178,11 @@ def _share_overflows() -> None:
     @functools.wraps(unscale)
     def unscale_shared(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(optimizer, _DistributedOptimizer):
-            optimizer._own_gradients().share_overflow()
+            gradients = optimizer._own_gradients()
+            # Passes on hold, or fewer passes than a step has, leave the reduction to the step.
+            if gradients.awaited_in_step:
+                gradients.synchronize()
+            gradients.share_overflow()
         return unscale(self, optimizer, *args, **kwargs)
 
     scaler._unscale_grads_ = unscale_shared
@@ -231,7 +235,7 @@ def distribute(
     if options.mapping is not None:
         return _in_class(optimizer, MappedOptimizer, "_mapped", MappedGradients(parameters, options))
     if options.op == ReduceOp.Adasum:
-        return _in_class(optimizer, AdasumOptimizer, "_steps", Steps(options, members, names))
+        return _in_class(optimizer, AdasumOptimizer, "_steps", Steps(options, members, names, parameters))
     gradients = Gradients(parameters, names, options, members)
     _share_overflows()
     return _in_class(optimizer, _DistributedOptimizer, "_gradients", gradients)

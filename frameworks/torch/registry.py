@@ -25,7 +25,7 @@ from polyhvd.training.drift import names_of_some_ranks
 if TYPE_CHECKING:
     from polyhvd.torch.backward import Gradients
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "hooked"]
 
 Tensor = torch.Tensor
 _BACKWARD = "a backward pass of DistributedOptimizer"
@@ -162,7 +162,7 @@ class Registry:
         """Let ``scale`` have each gradient of a parameter, before it is added up, instead of its owner."""
         owner, position, hooks = self._owners[parameter]
         _remove(hooks)
-        self._owners[parameter] = owner, position, _hooked(parameter, {"register_hook": scale})
+        self._owners[parameter] = owner, position, hooked(parameter, {"register_hook": scale})
 
     def collect_owners(self, parameters: Iterable[Tensor]) -> None:
         """Free optimizers of these parameters that only reference cycles keep, and not on every rank."""
@@ -214,7 +214,7 @@ def _register(parameter: Tensor, gradients: Gradients, position: int) -> list[An
     hooks: dict[str, Any] = {"register_post_accumulate_grad_hook": after}
     if gradients.looks_before:
         hooks["register_hook"] = before
-    return _hooked(parameter, hooks)
+    return hooked(parameter, hooks)
 
 
 @functools.cache
@@ -228,7 +228,7 @@ def _uncompiled() -> Callable[..., Any]:
     return torch.compiler.disable(call) if AVAILABLE else call
 
 
-def _hooked(parameter: Tensor, hooks: dict[str, Any]) -> list[Any]:
+def hooked(parameter: Tensor, hooks: dict[str, Any]) -> list[Any]:
     """The handles of hooks, which are given by the parameter's methods that register them."""
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return []  # can have no gradient, ever

@@ -35,6 +35,7 @@ __all__ = [
     "Hyperparameters",
     "Weights",
     "compare_now",
+    "names_at_some_positions",
     "names_of_some_ranks",
     "report",
     "shapes_of",
@@ -495,6 +496,33 @@ def names_of_some_ranks(world: World, number: int, name: str, *lists: Sequence[s
             if any(other != root for other in others):
                 return _holders(of_list, "on")
     return ""
+
+
+def names_at_some_positions(world: World, number: int, name: str, names: Mapping[int, str]) -> str:
+    """Compare which positions have a name; every rank of a process set that has not joined calls this.
+
+    Args:
+        world: of the ranks.
+        number: of the process set.
+        name: of the operation.
+        names: of this rank, by position, and an empty one at minus the number of positions that there are.
+
+    Returns:
+        The names at positions that only some ranks have, as in "'b' is on rank 0 and not on rank 1"; empty if
+        all ranks have the same positions, or other numbers of positions.
+
+    Raises:
+        HorovodInternalError: a rank was lost.
+    """
+    by_rank = _gathered_names(world, number, name, names)
+    shared = set.intersection(*map(set, by_rank.values()))
+    if not any(position < 0 for position in shared):
+        return ""
+    different = {
+        rank: {position: each for position, each in its_names.items() if position not in shared}
+        for rank, its_names in by_rank.items()
+    }
+    return _holders(different, "on") if any(different.values()) else ""
 
 
 def _training_difference(by_rank: Mapping[int, Mapping[int, str]]) -> str:

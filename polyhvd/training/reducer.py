@@ -5,6 +5,7 @@ A framework defines in an :class:`Exchange` how its tensors are sent. All else i
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar, cast
@@ -12,9 +13,10 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 
 from polyhvd.collectives.adapter import Handle, ReduceOp
+from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import global_process_set
 from polyhvd.collectives.verbs import Collectives
-from polyhvd.errors import InvalidArgumentError, UnsupportedError
+from polyhvd.errors import InvalidArgumentError, RankMismatchError, UnsupportedError
 from polyhvd.runtime import current
 from polyhvd.training.compression import (
     NO_COMPRESSION,
@@ -23,18 +25,26 @@ from polyhvd.training.compression import (
     KeyedCompressor,
     compressor_of,
 )
+from polyhvd.training.drift import names_at_some_positions
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Mapped, WeightMapping
+from polyhvd.training.naming import numbered
 from polyhvd.training.options import Options
 
-__all__ = ["Exchange", "GradientReducer", "Results", "keras_layers"]
+__all__ = ["Exchange", "GradientReducer", "Results", "keras_layers", "mark_of_names"]
 
 T = TypeVar("T")
 #: Of operations that have been started: waits, if anybody has to, and returns the tensors in order.
 Results = Callable[[], Sequence[T]]
 #: Key, gradient, what is sent of it, the compressor's context, and how the gradient lies.
 _Packed = tuple[Any, T, T, Any, Layout | None]
+_MARKS = 1 << 20
+
+
+def mark_of_names(names: Iterable[str]) -> int:
+    """Return a number from 1 on that is the same on ranks with the same names in the same order."""
+    return 1 + zlib.crc32("\0".join(names).encode()) % _MARKS
 
 
 class Exchange(Generic[T]):
@@ -139,6 +149,18 @@ class Exchange(Generic[T]):
     def identity(self, source: Any) -> Any:
         """The identity of a variable, the same for a variable and its wrapper."""
         return id(source)
+
+    def name_of(self, source: Any) -> str:
+        """The name of a variable in messages. Only with ``whole_steps``, as the next two."""
+        raise NotImplementedError
+
+    def mark_of(self, keys: Sequence[Any]) -> int:
+        """Return a number for the keys of a step's gradients; 0 for 0, 1, 2 and so on without a gap."""
+        return 0 if list(keys) == list(range(len(keys))) else mark_of_names(map(str, keys))
+
+    def marker(self, like: T, mark: int) -> T:
+        """Return a tensor of the type of another one and of shape ``(0, mark)``: without elements."""
+        raise NotImplementedError
 
     def new_state(self) -> CompressorState:
         """Where a :class:`KeyedCompressor` keeps its tensors."""
@@ -287,6 +309,7 @@ class GradientReducer(Generic[T]):
 
         Raises:
             InvalidArgumentError: there are groups of sources, and no sources.
+            RankMismatchError: the ranks' gradients differ in their variables, shapes or types.
             HorovodInternalError: a reduction failed.
         """
         if not self.takes_part():
@@ -308,13 +331,39 @@ class GradientReducer(Generic[T]):
             (name, [self._packed(key, names, dense[key]) for key in keys])
             for name, keys in self._operations(list(dense), sources)
         ]
-        with self._whole():
-            for name, packed in operations:
-                # The first layers are needed first in the next forward pass.
-                self._send(f"{prefix}{name}", packed, self._urgency(packed[0][0]))
-            if sparse:
-                self._send_sparse(sparse, prefix, self._urgency(next(iter(sparse))))
-        return results | self.finish()
+        # Gradients are paired by their order, so ranks that lack different ones get an error.
+        mark = self.exchange.mark_of(list(dense)) if dense and self.exchange.whole_steps else 0
+        try:
+            with self._whole():
+                for name, packed in operations:
+                    # The first layers are needed first in the next forward pass.
+                    self._send(f"{prefix}{name}", packed, self._urgency(packed[0][0]), mark)
+                if sparse:
+                    self._send_sparse(sparse, prefix, self._urgency(next(iter(sparse))))
+            return results | self.finish()
+        except RankMismatchError as error:
+            if self.exchange.whole_steps and sources is not None:
+                self._explain(error, prefix, [key for key in gradients if key not in local], sources)
+            raise
+
+    def _explain(self, error: Exception, prefix: str, keys: Sequence[Any], sources: Sequence[Any]) -> None:
+        """Compare after a mismatch, which every rank has got, which variables the gradients belong to.
+
+        Raises:
+            RankMismatchError: they differ; with the names of the variables.
+        """
+        names = numbered(map(self.exchange.name_of, sources))
+        found = names_at_some_positions(
+            current.world(),
+            process_set_id(self.process_set),
+            f"{prefix}.names",
+            {-len(names): "", **{key: names[key] for key in keys}},
+        )
+        if found:
+            raise RankMismatchError(
+                f"{prefix}: the ranks have gradients of different variables: {found}; compute gradients of "
+                "the same variables on every rank, and pass zeros for a variable that a rank does not use"
+            ) from error
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -467,7 +516,8 @@ class GradientReducer(Generic[T]):
                 first_error = first_error or error
         for results, packed, is_compressed in pending:
             try:
-                for (key, gradient, _, context, layout), result in zip(packed, results(), strict=True):
+                # A marker comes last.
+                for (key, gradient, _, context, layout), result in zip(packed, results(), strict=False):
                     restored = self._restored(result, context) if is_compressed else result
                     if layout is not None:
                         restored = layout.from_common(restored, *self._moves)
@@ -480,8 +530,12 @@ class GradientReducer(Generic[T]):
 
     # What is sent -----------------------------------------------------------------
 
-    def _send(self, name: str, packed: list[_Packed[T]], priority: int) -> None:
-        results = self.exchange.start([part[2] for part in packed], name, priority, self._request)
+    def _send(self, name: str, packed: list[_Packed[T]], priority: int, mark: int = 0) -> None:
+        """``mark``: of all gradients of the step, if it is not 0; other marks on other ranks are an error."""
+        sent = [part[2] for part in packed]
+        if mark:
+            sent.append(self.exchange.marker(sent[0], mark))
+        results = self.exchange.start(sent, name, priority, self._request)
         self._pending.append((results, packed, self._is_compressed))
 
     def _send_sparse(

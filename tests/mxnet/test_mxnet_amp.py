@@ -152,3 +152,21 @@ def test_the_loss_scale_is_broadcast_with_the_states(hvd, mx, np):
     trainer._amp_loss_scaler._loss_scale = 2.0 ** (3 + hvd.rank())
     hvd.broadcast_optimizer_state(trainer, root_rank=1)
     assert trainer._amp_loss_scaler.loss_scale == 16.0
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_in_a_plain_trainer_refuses_a_loss_scaler(hvd, mx, np):
+    from mxnet.contrib.amp.loss_scaler import LossScaler
+
+    hvd.init()
+    net = mx.gluon.nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One())
+    optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=1.0))
+    trainer = mx.gluon.Trainer(net.collect_params(), optimizer, kvstore=None)
+    trainer._amp_loss_scaler, trainer._amp_original_scale = LossScaler(), trainer._scale
+    with mx.autograd.record():
+        loss = net(mx.nd.ones((1, 1)))
+    loss.backward()
+    with pytest.raises(mx.base.MXNetError, match=r"to DistributedTrainer\(params, optimizer\)"):
+        trainer.step(1)
+    assert net.weight.data().asscalar() == 1

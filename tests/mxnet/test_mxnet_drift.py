@@ -155,6 +155,30 @@ def test_the_store_of_a_plain_trainer_trains_as_one_process_does(hvd, mx, np, by
         np.testing.assert_allclose(ours.data().asnumpy(), theirs.data().asnumpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["store", "optimizer"])
+def test_layers_whose_numbers_have_more_digits_on_a_rank_are_paired(hvd, mx, np, kind):
+    """Gluon sorts the parameters by name, and "dense10" comes before "dense9"."""
+    numbers = ((0, 1), (9, 10))[hvd.rank()]
+    layers = [
+        mx.gluon.nn.Dense(1, in_units=1, use_bias=False, prefix=f"dense{number}_") for number in numbers
+    ]
+    parameters = mx.gluon.ParameterDict()
+    for layer in layers:
+        layer.initialize(mx.init.One())
+        parameters.update(layer.collect_params())
+    if kind == "store":
+        trainer = mx.gluon.Trainer(parameters, "sgd", {"learning_rate": 1.0}, kvstore="horovod")
+    else:
+        optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=1.0), op=hvd.Sum)
+        trainer = mx.gluon.Trainer(parameters, optimizer, kvstore=None)
+    x = mx.nd.ones((1, 1)) * (1 + hvd.rank())
+    with mx.autograd.record():
+        loss = layers[0](x) + layers[1](10 * x)
+    loss.backward()
+    trainer.step(1)
+    assert [layer.weight.data().asscalar() for layer in layers] == [1 - 3, 1 - 30]
+
+
 def test_the_store_adds_up_arrays_of_a_rank_and_of_all_ranks(hvd, mx, np):
     store = mx.kv.create("horovod")
     assert (store.type, store.rank, store.num_workers) == ("horovod", hvd.rank(), hvd.size())

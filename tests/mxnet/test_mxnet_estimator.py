@@ -9,13 +9,12 @@ from mxnet_models import assert_same_bits_on_all_ranks, weights
 
 pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
 
-
 EPOCHS = 3
 
 
-def data_of(mx, np, members, samples=24, batch=4):
+def data_of(mx, np, members):
     """A loader of the ranks' samples: blobs of three classes."""
-    random = np.random.RandomState(3)
+    samples, batch, random = 24, 4, np.random.RandomState(3)
     labels = random.randint(0, 3, samples)
     points = (random.randn(samples, 5) + 2 * labels[:, None]).astype("float32")
     parts = np.arange(samples).reshape(-1, 2, batch)[:, members].reshape(-1)

@@ -261,6 +261,28 @@ def test_groups_may_list_what_a_step_does_not_have() -> None:
         assert float(tape.gradient(loss, variable)) == 1.5
 
 
+@pytest.mark.parametrize("kind", ["dense", "slices"])
+def test_gradients_of_other_variables_are_an_error_with_their_names(kind: str) -> None:
+    sources = [tf.Variable(tf.ones([4, 2]), name=name) for name in ("shared", "first", "second")]
+    used = [0, 1 + RANK]
+    differences = "'first:0' is on rank 0 and not on rank 1; 'second:0' is on rank 1 and not on rank 0"
+
+    def gradients() -> Any:
+        with tf.GradientTape() as tape:
+            parts = [tf.gather(sources[i], [0]) if kind == "slices" else sources[i] for i in used]
+            loss = tf.add_n([tf.reduce_sum(part) for part in parts])
+        return hvd_tf.DistributedGradientTape(tape).gradient(loss, sources)
+
+    assert differences in raises(tf.errors.FailedPreconditionError, gradients)
+    assert "Mismatched" in raises(tf.errors.FailedPreconditionError, tf.function(gradients))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build(sources)
+    given = [tf.ones([4, 2]) if i in used else None for i in range(len(sources))]
+    assert differences in raises(tf.errors.FailedPreconditionError, optimizer.apply, given, sources)
+    optimizer.apply([tf.ones([4, 2]), None, tf.fill([4, 2], 1.0 + RANK)], sources)
+    assert [float(source[0, 0]) for source in sources] == [0.0, 1.0, -0.5]
+
+
 def test_gradients_may_be_added_adaptively() -> None:
     variable = tf.Variable([0.0, 0.0])
     with tf.GradientTape() as tape:

@@ -27,3 +27,12 @@ def test_bfloat16_autocast_trains_near_the_joined_batch() -> None:
 
 def test_accumulated_scaled_gradients_are_unscaled_once() -> None:
     cases.scaled_accumulation()
+
+
+@pytest.mark.parametrize("kind", ["on hold", "fewer passes"])
+def test_gradients_that_the_step_reduces_are_reduced_before_they_are_unscaled(kind: str) -> None:
+    cases.scaled_gradients_that_the_step_reduces(kind)
+
+
+def test_a_rank_without_a_batch_steps_after_a_step_that_all_ranks_skipped() -> None:
+    cases.scaled_training_without_a_batch()

@@ -55,6 +55,10 @@ def test_gradients_of_a_custom_loop_are_reduced() -> None:
     cases.gradients_of_a_custom_loop()
 
 
+def test_gradients_of_other_variables_are_an_error_with_their_names() -> None:
+    cases.gradients_of_other_variables_are_an_error()
+
+
 def test_gradients_of_local_layers_stay_on_their_rank() -> None:
     cases.local_layers_stay_on_their_rank()
 

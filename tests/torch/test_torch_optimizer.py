@@ -287,6 +287,10 @@ def test_adasum_works_with_closures_scalers_and_schedulers() -> None:
     cases.adasum_takes_closures_scalers_and_schedulers()
 
 
+def test_adasum_holds_passes_until_the_step() -> None:
+    cases.adasum_holds_passes_until_the_step()
+
+
 @pytest.mark.parametrize("num_groups", [0, 1])
 def test_ranks_may_join_before_others(num_groups: int) -> None:
     cases.ranks_may_join_before_others(num_groups)

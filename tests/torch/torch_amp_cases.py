@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import polyhvd.torch as hvd
 import torch
-from torch_common import Tensor, assert_close, assert_same_bits, batches, loss_of, model, own
+from torch_common import ROWS, Tensor, assert_close, assert_same_bits, batches, loss_of, model, own
 
 STEPS = 4
 OVERFLOW_AT = 2
@@ -117,5 +118,61 @@ def scaled_accumulation() -> None:
         scaler.step(optimizer)
         scaler.update()
         oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits([p.detach() for p in module.parameters()])
+
+
+def scaled_gradients_that_the_step_reduces(kind: str) -> None:
+    """No backward pass reduces: it is on hold, or one of fewer than backward_passes_per_step."""
+    module, oracle = model(), model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        backward_passes_per_step=3 if kind == "fewer passes" else 1,
+    )
+    oracle_optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    scaler = _scaler()
+    for step, (x, y) in enumerate(batches(STEPS)):
+        before = [p.detach().clone() for p in module.parameters()]
+        overflows = step == OVERFLOW_AT
+        optimizer.zero_grad()
+        with optimizer.no_sync() if kind == "on hold" else contextlib.nullcontext():
+            loss = loss_of(module, own(x), own(y))
+            scaler.scale(loss * float("inf") if overflows and hvd.rank() == 1 else loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+        assert same == overflows, "exactly the step with the overflow is skipped"
+        if not overflows:
+            oracle_optimizer.zero_grad()
+            loss_of(oracle, x, y).backward()
+            torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+            oracle_optimizer.step()
+    assert scaler.get_scale() == 512.0
+    assert_close(module, oracle)
+    assert_same_bits([p.detach() for p in module.parameters()])
+
+
+def scaled_training_without_a_batch() -> None:
+    """The last rank has no batch right after a step that all ranks have skipped."""
+    module, oracle = model(), model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    oracle_optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    scaler, size = _scaler(), hvd.size()
+    for step, (x, y) in enumerate(batches(STEPS)):
+        is_short = step == OVERFLOW_AT + 1
+        optimizer.zero_grad()
+        if not (is_short and hvd.rank() == size - 1):
+            loss = loss_of(module, own(x), own(y))
+            overflows = step == OVERFLOW_AT and hvd.rank() == 0
+            scaler.scale(loss * float("inf") if overflows else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step != OVERFLOW_AT:
+            rows = ROWS * (size - is_short)
+            oracle_optimizer.zero_grad()
+            (loss_of(oracle, x[:rows], y[:rows]) * (size - is_short) / size).backward()
+            oracle_optimizer.step()
     assert_close(module, oracle)
     assert_same_bits([p.detach() for p in module.parameters()])

@@ -386,8 +386,10 @@ def what_is_no_tensor_is_named() -> None:
             call(torch.ones(2, device="meta"))
         with raises(TypeError, "to_dense()"):
             call(torch.eye(2).to_sparse())
-        with raises(TypeError, "cast it"):
+        with raises(TypeError, "complex64", "view_as_real"):
             call(torch.ones(2, dtype=torch.complex64))
+        with raises(TypeError, "float8_e5m2", "cast it"):
+            call(torch.ones(2).to(torch.float8_e5m2))
     assert_usable()
 
 

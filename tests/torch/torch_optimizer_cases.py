@@ -27,6 +27,8 @@ from torch_common import (
     raises,
 )
 
+from polyhvd.training.passes import drop_passes, passes_held
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
@@ -185,8 +187,8 @@ class Branches(torch.nn.Module):
         return result
 
 
-def _branches(make: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["momentum"], **options: Any) -> Any:
-    module, oracle = Branches(), Branches()
+def _branches(**options: Any) -> Any:
+    module, oracle, make = Branches(), Branches(), OPTIMIZERS["momentum"]
     optimizer = hvd.DistributedOptimizer(make(module.parameters()), **options)
     return module, optimizer, oracle, make(oracle.parameters())
 
@@ -1356,6 +1358,32 @@ def adasum_takes_closures_scalers_and_schedulers() -> None:
     torch.testing.assert_close(mine.weight.detach(), torch.full((2, 2), -0.1 * (hvd.rank() + 1)))
     with raises(hvd.InvalidArgumentError, "copy"):
         copy.deepcopy(local).step()
+
+
+def adasum_holds_passes_until_the_step() -> None:
+    """An elastic state is not to commit between passes: their gradients are not part of it."""
+    module, optimizer, _, _ = pair(op=hvd.Adasum, backward_passes_per_step=2)
+    held = optimizer._steps.passes_held
+    ((x, y),) = batches(1)
+
+    def make_pass() -> None:
+        loss_of(module, own(x), own(y)).backward()
+
+    for use in (optimizer.step, optimizer.zero_grad, drop_passes):
+        assert held() == 0
+        make_pass()
+        assert held() == 2
+        assert passes_held() >= 2
+        make_pass()
+        use()
+    assert held() == 0
+    optimizer.set_backward_passes_per_step(1)
+    make_pass()
+    assert held() == 0
+    optimizer.set_backward_passes_per_step(3)
+    make_pass()
+    assert held() == 3
+    optimizer.zero_grad()
 
 
 def ranks_may_join_before_others(num_groups: int) -> None:
