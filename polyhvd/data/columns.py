@@ -54,7 +54,7 @@ def require_pyarrow(user: str) -> None:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{user} needs pyarrow, which cannot be imported ({error}); install it with: "
-            "pip install polyhvd[data]",
+            "pip install 'polyhvd[data]'",
             name="pyarrow",
         ) from error
 

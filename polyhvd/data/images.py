@@ -38,7 +38,7 @@ def decoder(mode: str | None) -> Callable[[bytes], npt.NDArray[Any]]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"decode= needs Pillow, which cannot be imported ({error}); install it with: "
-            "pip install polyhvd[data], or pass a function that decodes bytes",
+            "pip install 'polyhvd[data]', or pass a function that decodes bytes",
             name="PIL",
         ) from error
     return partial(_decoded, mode=mode)

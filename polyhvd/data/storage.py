@@ -488,7 +488,7 @@ def _of_fsspec(uri: str, attempts: int, timeout_s: float) -> tuple[Storage, str]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{_public(uri)} needs fsspec, which cannot be imported ({error}); install it with: "
-            "pip install polyhvd[data]",
+            "pip install 'polyhvd[data]'",
             name="fsspec",
         ) from error
     try:

@@ -167,7 +167,7 @@ for options in ({{}}, {{"decode": {{"x": len}}}}, {{"decode": ["x"]}}):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == ["[[b'a']]", "[[1]]"]
     assert "ModuleNotFoundError: decode= needs Pillow, which cannot be imported" in done.stderr
-    assert "pip install polyhvd[data]" in done.stderr
+    assert "pip install 'polyhvd[data]'" in done.stderr
 
 
 # Lists of different lengths

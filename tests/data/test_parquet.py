@@ -928,7 +928,7 @@ for call in (lambda: ParquetLoader("x", batch_size=1), lambda: write_parquet({"x
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2
-    assert all(line.endswith("pip install polyhvd[data]") for line in lines)
+    assert all(line.endswith("pip install 'polyhvd[data]'") for line in lines)
 
 
 # Describing
