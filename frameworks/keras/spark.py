@@ -123,7 +123,8 @@ class _Predictor:
                 for array, shape, name in zip(arrays, shapes, self._columns, strict=True)
             ]
             outputs = model(inputs[0] if len(inputs) == 1 else inputs, training=False)
-            return [keras.ops.convert_to_numpy(output) for output in _listed(outputs)]
+            # In the order of model.outputs, which is that of the labels; a dict may have another one.
+            return [keras.ops.convert_to_numpy(output) for output in keras.tree.flatten(outputs)]
 
         return predict
 
@@ -173,7 +174,7 @@ class KerasEstimator(_OfKeras, FrameworkEstimator):
         optimizer = self._optimizer()
         names = ("loss", "loss_weights", "metrics", "gradient_compression", "backward_passes_per_step")
         values = {name: self.getOrDefault(name) for name in names}
-        values |= {"model": model, "optimizer": optimizer}
+        values |= {"model": model, "optimizer": optimizer, "policy": model.dtype_policy.name}
         custom = self.getOrDefault("custom_objects")
         callbacks = [*(self.getOrDefault("callbacks") or ())]
         return bytes(
@@ -190,10 +191,10 @@ class KerasEstimator(_OfKeras, FrameworkEstimator):
 
     def _identity_of_framework(self) -> dict[str, Any]:
         model, optimizer = self.getOrDefault("model"), self._optimizer()
-        config = {name: repr(value) for name, value in optimizer.get_config().items() if name != "name"}
+        config = _nameless(optimizer.get_config())
         return {
             "model": [list(weight.shape) for weight in model.weights],
-            "optimizer": [type(optimizer).__name__, config],
+            "optimizer": [type(optimizer).__name__, {name: repr(value) for name, value in config.items()}],
         }
 
     def _fitted(self, payload: bytes, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -215,8 +216,10 @@ class _KerasTrainer(Trainer):
         if params["random_seed"] is not None:
             keras.utils.set_random_seed(params["random_seed"])
         saved, custom, callbacks, checkpoint_callback = cloudpickle.loads(run.job.payload)
+        if saved["policy"] == "mixed_float16":  # saved models lack it, and compile() scales losses for it
+            keras.config.set_dtype_policy(saved["policy"])
         values = _Saved.load(saved, custom)
-        model, optimizer = values["model"], values["optimizer"]
+        model = values["model"]
         features, labels = list(params["feature_cols"]), list(params["label_cols"])
         steps, all_steps = params["train_steps_per_epoch"], run.train.steps_per_epoch
         if steps is not None and steps > all_steps:
@@ -224,19 +227,20 @@ class _KerasTrainer(Trainer):
                 f"fit(): train_steps_per_epoch is {steps}, but the rows suffice for {all_steps} steps; "
                 "expected no more"
             )
-        rate = _Rate(optimizer)
-        optimizer.build(model.trainable_variables)
-        _load(run.checkpoint.state, model, optimizer)
-        rate.scale()
         options = {"backward_passes_per_step": values["backward_passes_per_step"]}
         if values["gradient_compression"] is not None:
             options["compression"] = values["gradient_compression"]
         model.compile(
-            optimizer=DistributedOptimizer(optimizer, **options),
+            optimizer=DistributedOptimizer(values["optimizer"], **options),
             loss=values["loss"],
             loss_weights=values["loss_weights"],
             metrics=values["metrics"] or None,
         )
+        optimizer = model.optimizer  # in a LossScaleOptimizer, for mixed precision
+        optimizer.build(model.trainable_variables)
+        rate = _Rate(optimizer)
+        _load(run.checkpoint.state, model, optimizer)
+        rate.scale()
         shapes = [list(output.shape[1:]) for output in model.outputs]
         noting = _Noting(run, rate, shapes)
         if run.job.is_elastic:
@@ -334,21 +338,21 @@ class _Rate:
     """The learning rate of an optimizer, which ranks multiply by their number."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._is_plain = not callable(getattr(optimizer, "_learning_rate", None)) or hasattr(
-            optimizer._learning_rate, "assign"
-        )
+        #: The optimizer with the learning rate, which is inside of a LossScaleOptimizer.
+        self.optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        rate = getattr(self.optimizer, "_learning_rate", None)
+        self._is_plain = not callable(rate) or hasattr(rate, "assign")
         #: That of one rank, what it is for all of them, and how many they are.
         self.known = 0.0, 0.0, 1
 
     def _value(self) -> float:
-        return float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
+        return float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
 
     def scale(self) -> None:
         """Multiply it, unless it is a schedule."""
         if self._is_plain:
             base = self.unscaled(self._value())
-            self._optimizer.learning_rate = base * polyhvd.size()
+            self.optimizer.learning_rate = base * polyhvd.size()
             self.known = base, self._value(), polyhvd.size()
 
     def unscaled(self, value: float) -> float:
@@ -423,7 +427,7 @@ class _Noting(keras.callbacks.Callback):  # type: ignore[misc]
     def state(self) -> bytes:
         """Of model and optimizer, with the learning rate for one rank."""
         optimizer = self.model.optimizer
-        rate = getattr(optimizer, "_learning_rate", None)
+        rate = getattr(self.rate.optimizer, "_learning_rate", None)
         arrays = {f"weight{number}": value for number, value in enumerate(self.model.get_weights())}
         for number, variable in enumerate(optimizer.variables):
             value = keras.ops.convert_to_numpy(variable)
@@ -503,7 +507,8 @@ def _shaped(array: Any, shape: tuple[Any, ...], is_whole: bool) -> Any:
     return array.reshape(len(array), *(-1 if size is None else size for size in shape))
 
 
-def _listed(outputs: Any) -> list[Any]:
-    if isinstance(outputs, Mapping):
-        return list(outputs.values())
-    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+def _nameless(config: Any) -> Any:
+    """The configuration of an object of Keras without names, which Keras counts up."""
+    if not isinstance(config, Mapping):
+        return config
+    return {name: _nameless(value) for name, value in config.items() if name != "name"}

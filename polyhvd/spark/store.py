@@ -150,6 +150,7 @@ class FilesystemStore(Store):
 
     Raises:
         DataError: the file system cannot be opened.
+        ValueError: a path is in another file system than the prefix.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class FilesystemStore(Store):
             self._filesystem, _ = url_to_fs(prefix_path, **(storage_options or {}))
         except Exception as error:  # of packages that are missing, and of their options
             raise DataError(f"the file system of {prefix_path!r} cannot be opened: {error}") from error
+        self._known = {*self._protocols(), _protocol_of(prefix_path)}
         self.prefix_path = self._absolute(prefix_path)
         self._save_runs = save_runs
         self._train_path = self._absolute(train_path or self._below("intermediate_train_data"))
@@ -185,7 +187,14 @@ class FilesystemStore(Store):
 
     def _absolute(self, path: str) -> str:
         """The path on every executor, each of which has its own working directory."""
-        is_local = "file" in self._protocols() and ":" not in path.partition("/")[0]
+        protocol = _protocol_of(path)
+        if protocol and protocol not in self._known:  # it would become the name of a folder
+            known = ", ".join(sorted(filter(None, self._known)))
+            raise ValueError(
+                f"{type(self).__name__}: {path!r} is not in the file system of the prefix ({known}); "
+                "expected all paths in one file system"
+            )
+        is_local = "file" in self._protocols() and not protocol
         return os.path.abspath(os.path.expanduser(path)) if is_local else path
 
     def get_train_data_path(self, idx: int | None = None) -> str:
@@ -389,6 +398,9 @@ class DBFSLocalStore(FilesystemStore):
     def __init__(self, prefix_path: str, *args: Any, **options: Any) -> None:
         super().__init__(self.normalize_path(prefix_path), *args, **options)
 
+    def _absolute(self, path: str) -> str:
+        return super()._absolute(self.normalize_path(path))
+
     @staticmethod
     def matches(path: str) -> bool:
         """Return whether a path is one of Databricks' file system."""
@@ -409,6 +421,11 @@ class DBFSLocalStore(FilesystemStore):
 
 def _numbered(path: str, idx: int | None) -> str:
     return path if idx is None else f"{path}.{idx}"
+
+
+def _protocol_of(path: str) -> str:
+    name, colon, _ = path.partition("/")[0].partition(":")
+    return name if colon else ""
 
 
 def _in_a_line(error: Exception) -> str:

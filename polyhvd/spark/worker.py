@@ -110,20 +110,21 @@ def task_of(plan: Plan, version: str) -> Callable[[Iterable[Any]], Iterator[Any]
         signal.setitimer(signal.ITIMER_REAL, fields["timeout_s"])
         try:
             wrongs = context.allGather(wrong)
+            if any(wrongs):
+                listed = "; ".join(sorted({text for text in wrongs if text}))
+                text = f"the driver has polyhvd {version}, and executors have: {listed}"
+                rows: Any = [("refused", 0, text.encode())] if context.partitionId() == 0 else []
+            else:
+                from polyhvd.spark import worker
+
+                rows = worker.work(context, worker.Plan(**fields))  # which stops the timer
+            for kind, rank, data in rows:
+                columns = [pyarrow.array([kind]), pyarrow.array([rank])]
+                columns.append(pyarrow.array([data], pyarrow.binary()))
+                yield pyarrow.RecordBatch.from_arrays(columns, ["kind", "rank", "data"])
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        if any(wrongs):
-            listed = "; ".join(sorted({text for text in wrongs if text}))
-            text = f"the driver has polyhvd {version}, and executors have: {listed}"
-            rows: Any = [("refused", 0, text.encode())] if context.partitionId() == 0 else []
-        else:
-            from polyhvd.spark import worker
-
-            rows = worker.work(context, worker.Plan(**fields))
-        for kind, rank, data in rows:
-            columns = [pyarrow.array([kind]), pyarrow.array([rank]), pyarrow.array([data], pyarrow.binary())]
-            yield pyarrow.RecordBatch.from_arrays(columns, ["kind", "rank", "data"])
 
     return task
 
@@ -152,6 +153,7 @@ def work(context: Any, plan: Plan) -> Iterator[tuple[str, int, bytes]]:
             server = Server(parse_secret(own["secret"]), _address(plan.interface, hosts))
             own["endpoint"] = opened.enter_context(server).endpoint
         texts = context.allGather(json.dumps(own))
+        signal.setitimer(signal.ITIMER_REAL, 0)  # of the wait for the other tasks
         tasks = [json.loads(texts[number]) for number in order]
         secret, endpoint = tasks[0]["secret"], tasks[0]["endpoint"]
         place = placements(hosts)[rank]

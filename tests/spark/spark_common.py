@@ -159,6 +159,28 @@ def check_killed_and_resumed(
     assert resumed.getHistory() == whole.getHistory()
 
 
+def check_ended_by_a_callback(regression: Callable[..., Any], store: Any, callback: Any) -> Any:
+    """Check that a fit of 4 epochs that a callback ends after 2 is completed; return one of 5 epochs.
+
+    Args:
+        regression: makes an estimator.
+        store: for the fit.
+        callback: of the first two fits.
+    """
+    from polyhvd.spark import LocalBackend
+
+    class Unused(LocalBackend):
+        def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+            raise AssertionError("ranks are started")
+
+    write_points(store)
+    given = {"store": store, "feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "run_id": "mine"}
+    first = regression(**given, callbacks=[callback], epochs=4).fit_on_parquet()
+    again = regression(**given, callbacks=[callback], epochs=4, backend=Unused(2)).fit_on_parquet()
+    assert again.getHistory() == first.getHistory()
+    return regression(**given, epochs=5).fit_on_parquet()
+
+
 class Slow:
     """A ``transformation_fn`` that notes the processes of the ranks, and takes a while for each batch.
 

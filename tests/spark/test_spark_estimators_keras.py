@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import spark_common
 from pyspark.ml import Pipeline, PipelineModel
-from spark_common import check_killed_and_resumed, check_names, elastic_fit, example_accuracy, write_points
+from spark_common import (
+    check_ended_by_a_callback,
+    check_killed_and_resumed,
+    check_names,
+    elastic_fit,
+    example_accuracy,
+    write_points,
+)
 
 import polyhvd.spark
 from polyhvd.data import ParquetLoader
@@ -145,6 +152,52 @@ class Stopping(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.model.set_weights([0 * value + epoch for value in self.model.get_weights()])
         self.model.stop_training = epoch == 1
+
+
+@pytest.mark.usefixtures("ranks_in_forks")
+def test_a_fit_that_a_callback_has_ended_is_completed(store: Any) -> None:
+    further = check_ended_by_a_callback(regression, store, Stopping())
+    assert len(further.getHistory()["loss"]) == 5
+
+
+def tiny(labels: Any, outputs: Any) -> Any:
+    """A loss whose gradients are zero in float16, unless it is scaled."""
+    return 1e-9 * keras.losses.mean_squared_error(labels, outputs)
+
+
+@pytest.mark.parametrize("name", ["policy", pytest.param("optimizer", marks=pytest.mark.nightly)])
+@pytest.mark.usefixtures("ranks_in_forks")
+def test_a_fit_in_float16_scales_losses_and_resumes_at_the_same_rate(name: str, store: Any) -> None:
+    write_points(store)
+
+    def estimator(epochs: int, run_id: str) -> KerasEstimator:
+        optimizer = keras.optimizers.SGD(1e7, momentum=0.5)
+        if name == "optimizer":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        given = {"optimizer": optimizer, "loss": tiny, "feature_cols": ["x"], "label_cols": ["y"]}
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            return regression(**given, store=store, epochs=epochs, run_id=run_id, batch_size=8)
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    first = estimator(1, "mine")
+    found = weights_of(first.fit_on_parquet())
+    assert found != [value.tolist() for value in first.getModel().get_weights()]
+    resumed, whole = (estimator(2, run_id).fit_on_parquet() for run_id in ("mine", "whole"))
+    assert weights_of(resumed) == weights_of(whole)
+
+
+def test_predictions_are_in_the_order_of_the_models_outputs() -> None:
+    given = keras.Input((1,))
+    outputs = {name: keras.layers.Rescaling(factor)(given) for name, factor in (("b", 2.0), ("a", 1.0))}
+    model = keras.Model(given, outputs)
+    fitted = KerasModel(model=model, feature_columns=["x"], label_columns=["first", "second"])
+    wanted = keras.Model(given, model.outputs)(np.ones((1, 1)))  # which fit() pairs with the labels
+    found = fitted._predictor()()([np.ones((1, 1))])  # as in the tasks of transform()
+    assert [output.tolist() for output in found] == [
+        keras.ops.convert_to_numpy(output).tolist() for output in wanted
+    ]
 
 
 @pytest.mark.nightly

@@ -15,6 +15,7 @@ import spark_common
 import torch
 from pyspark.ml import Pipeline, PipelineModel
 from spark_common import (
+    check_ended_by_a_callback,
     check_killed_and_resumed,
     check_names,
     columns,
@@ -223,6 +224,14 @@ def test_an_elastic_fit_outlives_a_worker(frame: Any, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("ranks_in_forks")
 def test_a_killed_rank_is_one_error_and_the_next_fit_resumes(store: Any, tmp_path: Path) -> None:
     check_killed_and_resumed(regression, lambda model: values_of(model.getModel()), store, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("ranks_in_forks")
+def test_a_fit_that_early_stopping_has_ended_is_completed(store: Any) -> None:
+    stopping = lightning.pytorch.callbacks.EarlyStopping("loss", patience=1, min_delta=1e9)
+    further = check_ended_by_a_callback(regression, store, stopping)
+    assert [entry["epoch"] for entry in further.getHistory()] == [0, 1, 2, 3, 4]
 
 
 class Plain(torch.nn.Module):

@@ -130,6 +130,10 @@ class Recording(polyhvd.spark.LocalBackend):
         self.results = [copy.copy(result) for result in super().run(*args, **kwargs)]
         return self.results
 
+    def run_elastic(self, *args: Any, **kwargs: Any) -> list[Any]:
+        self.results = [copy.copy(result) for result in super().run_elastic(*args, **kwargs)]
+        return self.results
+
 
 def reference(folder: str, model: Any, optimizer: Any, epochs: int) -> dict[str, Any]:
     """The training of :func:`regression`, by hand."""
@@ -228,6 +232,37 @@ def test_a_fit_that_fails_names_the_run_to_resume(store: Any, caplog: pytest.Log
     assert f"the completed epochs are kept; resume with run_id={run_id!r}" in caplog.text
 
 
+class Elsewhere(polyhvd.spark.LocalBackend):
+    """Its ranks write to a folder that this process does not see, as on a host that does not share the store.
+
+    Args:
+        store: of the fit.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(1)
+        self._runs = Path(store.get_runs_path())
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        results = super().run(*args, **kwargs)
+        self._runs.rename(self._runs.with_name("elsewhere"))
+        return results
+
+
+@pytest.mark.usefixtures("ranks_in_forks")
+def test_a_checkpoint_that_the_driver_does_not_find_is_an_error(store: Any) -> None:
+    write_points(store)
+    given = {"store": store, "backend": Elsewhere(store), "feature_cols": ["x"], "label_cols": ["y"]}
+    with pytest.raises(DataError, match=r"rank 0 has written .*checkpoint', and this process finds none"):
+        regression(**given).fit_on_parquet()
+
+
+def test_rows_that_the_driver_does_not_find_are_an_error_before_training(frame: Any) -> None:
+    memory = polyhvd.spark.Store.create("memory://mine")  # of which each process has another one
+    with pytest.raises(DataError, match=r"have written rows to .*, and this process finds none there"):
+        regression(store=memory).fit(frame)
+
+
 def mean_label(outputs: Any, labels: Any) -> Any:
     return labels.double().mean()
 
@@ -318,6 +353,7 @@ class Waiting:
 def test_fits_at_once_use_their_own_rows_and_need_different_run_ids(
     frame: Any, store: Any, tmp_path: Path
 ) -> None:
+    write_parquet({"x": np.ones((2, 4))}, f"{store.get_train_data_path(1)}/0.parquet")  # of other fits
     given = {"store": store, "metrics": [mean_label], "backend": polyhvd.spark.LocalBackend(1)}
     first = regression(**given, run_id="one", transformation_fn=Waiting(tmp_path))
     job = ThreadPoolExecutor(1).submit(first.fit, frame)
@@ -326,15 +362,16 @@ def test_fits_at_once_use_their_own_rows_and_need_different_run_ids(
         with pytest.raises(ValueError, match="another fit with run_id 'one' is running"):
             regression(**given, run_id="one").fit(frame)
         part = frame.where("height > 0")
-        second = regression(**given, run_id="two").fit(part)
+        second = regression(**given, run_id="1").fit(part)
     finally:
         (tmp_path / "go").touch()
     for fitted, rows in ((job.result(BUSY_S), frame), (second, part)):
         found = fitted.getHistory()[0]["train"]["all_metrics"][0]["group_0_height"]
         heights = [row.height for row in rows.select("height").collect()]
         assert found == pytest.approx(np.mean(heights), rel=1e-5)
-    names = [name for run in ("one", "two") for name in (f"{run}/checkpoint", f"{run}/logs/history.json")]
-    assert files_in(tmp_path / "store") == [f"runs/{name}" for name in names]
+    names = [name for run in ("1", "one") for name in (f"{run}/checkpoint", f"{run}/logs/history.json")]
+    files = ["intermediate_train_data.1/0.parquet", *(f"runs/{name}" for name in names)]
+    assert files_in(tmp_path / "store") == files
 
 
 @pytest.mark.nightly
@@ -595,11 +632,20 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], str]
         "sample_weight_col names the column 'array' of type array<double>; expected numbers: cast it",
     ),
     "a part above 1": ({"validation": 1.5}, lambda df: df, ValueError, "validation is 1.5"),
+    "a run outside of the store": (
+        {"run_id": "../mine"},
+        lambda df: df,
+        ValueError,
+        r"run_id is '../mine'; expected the name of a folder, without \* / \? \[ ",
+    ),
 }
 
 
 #: Those that reach the ranks, or Spark's tasks, by different paths; the others are variants.
-USUAL = ("nulls", "strings", "one row", "another model", "a metric that raises", "a missing loss")
+USUAL = (
+    *("nulls", "strings", "one row", "another model", "a metric that raises", "a missing loss"),
+    "a run outside of the store",
+)
 
 
 @pytest.mark.parametrize(
@@ -660,6 +706,27 @@ class Large(torch.nn.Linear):
         self.register_buffer("rest", torch.zeros(10_000))
 
 
+@pytest.mark.usefixtures("ranks_in_forks")
+def test_a_model_that_is_too_large_for_a_message_goes_through_the_store(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_points(store)
+    files, limit = files_in(tmp_path), 30_000
+    monkeypatch.setattr("polyhvd.launch.job.function.VALUE_BYTES_MAX", limit)
+    monkeypatch.setattr("polyhvd.spark.estimators.estimator._SENT_BYTES_MAX", limit)
+    model = Large()
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05), "epochs": 2}
+    given |= {"store": store, "feature_cols": ["x"], "label_cols": ["y"], "run_id": "mine"}
+    history = regression(**given).fit_on_parquet().getHistory()
+    assert history[1]["train"]["loss"] < history[0]["train"]["loss"]
+    run = "store/runs/mine"
+    assert files_in(tmp_path) == [*files, f"{run}/checkpoint", f"{run}/logs/history.json"]
+    backend = Recording(2)
+    elastic = regression(**{**given, "run_id": "elastic"}, backend=backend, elastic=True).fit_on_parquet()
+    assert [entry["epoch"] for entry in elastic.getHistory()] == [0, 1]
+    assert backend.results[0].state == b"", "it is in the store"
+
+
 @pytest.mark.nightly
 @pytest.mark.usefixtures("ranks_in_forks")
 def test_a_disk_that_fills_up_keeps_the_last_checkpoint(store: Any, full: Path, tmp_path: Path) -> None:
@@ -699,6 +766,25 @@ def test_nulls_and_taken_names_are_errors_of_transform(frame: Any, store: Any) -
         row.height__output for row in fitted.setOutputCols(["height__output"]).transform(frame).collect()
     ]
     assert [row.height__output for row in by_hand.transform(frame).collect()] == wanted
+
+
+def constant_model(value: float, kind: str) -> TorchModel:
+    """A model that predicts a number for each row, for a label of a type of Spark."""
+    model = torch.nn.Linear(4, 1)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.constant_(model.bias, value)
+    known = {"labels": {"y": kind}, "shapes": [[1]]}
+    return TorchModel(model=model, feature_columns=["array"], label_columns=["y"], _metadata=known)
+
+
+def test_columns_of_the_same_name_stay_and_nulls_in_arrays_are_an_error_of_transform(frame: Any) -> None:
+    twice = frame.select("array", "a", functions.col("b").alias("a"))
+    found = constant_model(2.6, "tinyint").transform(twice)
+    assert found.columns == ["array", "a", "a", "y__output"]
+    assert {row.y__output for row in found.collect()} == {3}
+    holes = functions.array(*map(functions.lit, (1.0, None, 1.0, 1.0)))
+    with pytest.raises(Exception, match=r"transform\(\): column 'array' has nulls"):
+        constant_model(1.0, "double").transform(frame.select(holes.alias("array"))).collect()
 
 
 def test_every_parameter_is_documented() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import spark_common
 from py4j.java_gateway import GatewayClient
-from pyspark import TaskContext
+from pyspark import BarrierTaskContext, TaskContext
 from ranks_alive import is_running, wait_until
 from spark_common import BUSY_S, END_S, in_world, noted, parent_of, same_in_all_versions, sleeping
 
@@ -182,16 +182,31 @@ def test_slots_that_stay_busy_are_an_error_after_the_timeout(session: Any) -> No
 
 
 @same_in_all_versions
-def test_a_task_that_never_meets_the_others_is_an_error_after_the_timeout(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("meetings", [0, 1])
+def test_a_task_that_never_meets_the_others_is_an_error_after_the_timeout(
+    monkeypatch: Any, meetings: int
+) -> None:
     task_of = running.task_of
 
     def hanging(*given: Any) -> Callable[[Any], Any]:
         task = task_of(*given)
 
         def hang(batches: Any) -> Any:
+            gather, left = BarrierTaskContext.allGather, iter(range(meetings))
+
+            def gather_or_hang(context: Any, message: str) -> Any:
+                if next(left, None) is None:
+                    time.sleep(600)  # as an import from a file system that does not respond
+                return gather(context, message)
+
             if TaskContext.get().partitionId() == 1:
-                time.sleep(600)  # as an import from a file system that does not respond
-            yield from task(batches)
+                if not meetings:
+                    time.sleep(600)
+                BarrierTaskContext.allGather = gather_or_hang
+            try:
+                yield from task(batches)
+            finally:
+                BarrierTaskContext.allGather = gather  # Spark uses this process again
 
         return hang
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from polyhvd.spark import DBFSLocalStore, FilesystemStore, LocalBackend, LocalSt
 from polyhvd.spark.estimators import preparing
 from polyhvd.spark.estimators.checkpoint import Checkpoint
 from polyhvd.spark.estimators.looping import LoopTrainer
+from polyhvd.spark.estimators.model import _series
 from polyhvd.spark.estimators.training import Run
 from polyhvd.spark.slot import _Rank
 from polyhvd.spark.worker import Kind, _Watch
@@ -64,11 +66,18 @@ def test_relative_paths_are_those_of_the_driver(tmp_path: Path, monkeypatch: pyt
     assert store.get_runs_path() == "file:///c"
 
 
+@pytest.mark.parametrize("prefix", ["/a", "memory://a"])
+@pytest.mark.parametrize("path", ["s3://bucket/b", "dbfs:/b"])
+def test_paths_in_another_file_system_are_refused(prefix: str, path: str) -> None:
+    with pytest.raises(ValueError, match=f"Store: '{path}' is not in the file system of the prefix"):
+        Store.create(prefix, train_path=path)
+
+
 @pytest.mark.parametrize("given", ["dbfs:/x/y", "dbfs:///x/y", "/dbfs/x/y", "file:///dbfs/x/y"])
 def test_databricks_paths_are_those_of_its_local_folder(given: str) -> None:
-    store = Store.create(given)
+    store = Store.create(given, val_path="dbfs:/z")
     assert type(store) is DBFSLocalStore
-    assert store.get_run_path("r") == "/dbfs/x/y/runs/r"
+    assert (store.get_run_path("r"), store.get_val_data_path()) == ("/dbfs/x/y/runs/r", "/dbfs/z")
 
 
 def test_what_is_written_can_be_read_and_replaced_and_nothing_else_is_left(
@@ -242,6 +251,17 @@ def test_rows_for_validation_are_the_same_whatever_the_order_and_the_tasks(tmp_p
     assert (len(first[1]), first[2] != second[2]) == (120, True)
     same = table.take([0] * 600)  # each is chosen by itself
     assert 100 < len(split(tmp_path / "same", same)[1]) < 200
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(127.6, "tinyint"), (-32769, "smallint"), (2.0**63, "bigint"), (np.nan, "boolean")]
+)
+def test_predictions_that_the_type_of_the_label_cannot_hold_are_an_error(value: float, kind: str) -> None:
+    text = f"is {value:g}, which column 'y' of type {kind}, that of its label, cannot hold"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        _series("y", np.array([[1.0], [value]]), kind)
+    wanted = [True, False] if kind == "boolean" else [1, -3]
+    assert _series("y", np.array([[1.0], [-2.6]]), kind).tolist() == wanted
 
 
 @pytest.mark.parametrize("missing", ["x", "y", "w"])

@@ -27,6 +27,8 @@ class Checkpoint:
         history: the metrics of all of them, in the framework's form.
         shapes: of the model's outputs, without the axis of the rows.
         state: of model and optimizer, as the framework writes it.
+        ended_epochs: the ``epochs`` of the last fit, if training ended before them, as callbacks can decide;
+            else 0.
     """
 
     run: dict[str, Any]
@@ -34,6 +36,7 @@ class Checkpoint:
     history: Any = None
     shapes: list[list[int]] = field(default_factory=list)
     state: bytes = b""
+    ended_epochs: int = 0
 
     def require(self, run: Mapping[str, Any], run_id: str) -> None:
         """Raise ValueError unless it is one of this fit.

@@ -108,7 +108,7 @@ def selected(types: Mapping[str, str], caller: str = "") -> list[Any]:
 
     Args:
         types: of the columns, by name.
-        caller: raises an error of Spark for nulls, which begins with this; empty: nulls stay.
+        caller: raises an error of Spark for nulls, also in arrays, which begins with this; empty: nulls stay.
     """
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions
@@ -119,7 +119,10 @@ def selected(types: Mapping[str, str], caller: str = "") -> list[Any]:
         value = vector_to_array(column) if kind == "vector" else column
         if caller:
             text = f"{caller}: column {name!r} has nulls; fill them or drop their rows"
-            value = functions.when(column.isNull(), functions.raise_error(text)).otherwise(value)
+            is_null = column.isNull()
+            if kind.startswith("array<"):  # pandas would make NaN of them
+                is_null |= functions.exists(column, lambda entry: entry.isNull())
+            value = functions.when(is_null, functions.raise_error(text)).otherwise(value)
         found.append(value.alias(name))
     return found
 

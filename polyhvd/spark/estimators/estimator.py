@@ -6,10 +6,12 @@ import abc
 import contextlib
 import json
 import logging
+import posixpath
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pyspark.ml import Estimator
@@ -41,6 +43,10 @@ _OF_RANKS = (
     *("label_shapes", "inmemory_cache_all", "use_gpu"),
 )
 _NOT_SAVED = ("backend", "store")
+#: A larger payload goes through the store: a message has 256 MiB at most, or 128 MiB under Spark Connect.
+_SENT_BYTES_MAX = 100 << 20
+#: Not in names of runs, of which folders are made: some file systems take them as patterns.
+_NOT_IN_NAMES = frozenset("/\\*?[]")
 #: Paths that fits of this process use, of which threads may run several.
 _CLAIMED: set[str] = set()
 _LOCK = threading.Lock()
@@ -93,9 +99,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         if isinstance(validation, str):
             require_columns(known, {"validation": [validation]}, is_transformed=False)
         self._found(run_id)  # whether it can be resumed, before anything is written
-        folders = tuple(
-            f"{path}.{run_id}" for path in (store.get_train_data_path(), store.get_val_data_path())
-        )
+        folders = _folders(store, run_id)
         claimed = _claimed(run_id, store.get_run_path(run_id), *folders)
         with claimed, contextlib.ExitStack() as undone:
             for folder in folders:
@@ -105,7 +109,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                 dataset,
                 types,
                 store,
-                (folders[0], folders[1]),
+                folders,
                 validation=validation,
                 partitions=max(1, backend.num_processes()) * self.getOrDefault("partitions_per_process"),
                 seed=self.getOrDefault("random_seed") or 0,
@@ -116,6 +120,11 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                     f"fit(): the training data has {written.train_rows} "
                     f"row{'s' * (written.train_rows != 1)}, fewer than the {ranks} ranks; use more rows, or "
                     "a smaller num_proc"
+                )
+            if not store.exists(written.train.source[0]):
+                raise DataError(
+                    f"fit(): tasks of Spark have written rows to {folders[0]!r}, and this process finds none "
+                    "there; use a store that executors and driver share"
                 )
             return self._train(payload, written.train, written.validation, types, written.checksum, run_id)
 
@@ -129,43 +138,33 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         run_id: str,
     ) -> Any:
         """Run the job, unless all of its epochs are done, and make the model."""
-        store = self._checked_store()
         run = {**self._identity(), "checksum": checksum}
-        found = self._found(run_id)
+        found, epochs = self._found(run_id), self.getOrDefault("epochs")
         if found is not None:
             found.require(run, run_id)
-        if found is None or found.epochs < self.getOrDefault("epochs"):
-            job = Job(
-                imported=self._imported(),
-                trainer=self._trainer,
-                payload=payload,
-                train=train,
-                validation=validation,
-                columns=tuple(types),
-                params={name: self.getOrDefault(name) for name in _OF_RANKS},
-                run=run,
-                run_id=run_id,
-                store=store,
-                resumes=found is not None,
-                is_elastic=self._is_elastic(),
+            if found.epochs < epochs <= found.ended_epochs:
+                _LOG.warning(
+                    "fit(): a callback has ended run_id %r after %d of %d epochs; to train it further, "
+                    "increase epochs",
+                    *(run_id, found.epochs, found.ended_epochs),
+                )
+        if found is None or max(found.epochs, found.ended_epochs) < epochs:
+            found = self._trained(
+                Job(
+                    imported=self._imported(),
+                    trainer=self._trainer,
+                    payload=payload,
+                    train=train,
+                    validation=validation,
+                    columns=tuple(types),
+                    params={name: self.getOrDefault(name) for name in _OF_RANKS},
+                    run=run,
+                    run_id=run_id,
+                    store=self._checked_store(),
+                    resumes=found is not None,
+                    is_elastic=self._is_elastic(),
+                )
             )
-            backend, env = self._backend(), dict(self.getOrDefault("backend_env"))
-            try:
-                if job.is_elastic:
-                    sizes = {name: self.getOrDefault(name) for name in ("min_num_proc", "max_num_proc")}
-                    results = backend.run_elastic(work, (job,), env=env, **sizes)
-                else:
-                    results = backend.run(work, (job,), env=env)
-            except BaseException:
-                with contextlib.suppress(Exception):  # of the store
-                    path = None if self.getOrDefault("run_id") else store.get_checkpoint_path(run_id)
-                    if path is not None and store.exists(path):
-                        _LOG.warning("fit(): the completed epochs are kept; resume with run_id=%r", run_id)
-                raise
-            found = results[0]
-            if not found.state:  # it is in the store
-                found = self._found(run_id) or found
-        assert found is not None
         labels = {name: types[name] for name in self._list("label_cols")}
         return self._model_class(
             history=found.history,
@@ -178,6 +177,44 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
             categorical_cols=self.getOrDefault("categorical_cols"),
             **self._fitted(payload, found),
         )
+
+    def _trained(self, job: Job) -> Checkpoint:
+        """Run the job; return the checkpoint of its end.
+
+        Raises:
+            DataError: that is not in the store of this process.
+        """
+        store, run_id = job.store, job.run_id
+        backend, env = self._backend(), dict(self.getOrDefault("backend_env"))
+        with contextlib.ExitStack() as undone:
+            if len(job.payload) > _SENT_BYTES_MAX:
+                path = posixpath.join(store.get_run_path(run_id), "model")
+                undone.callback(_remove, store, path)
+                store.write(path, job.payload)
+                job = replace(job, payload=b"", payload_path=path)
+            try:
+                if job.is_elastic:
+                    sizes = {name: self.getOrDefault(name) for name in ("min_num_proc", "max_num_proc")}
+                    results = backend.run_elastic(work, (job,), env=env, **sizes)
+                else:
+                    results = backend.run(work, (job,), env=env)
+            except BaseException:
+                with contextlib.suppress(Exception):  # of the store
+                    kept = None if self.getOrDefault("run_id") else store.get_checkpoint_path(run_id)
+                    if kept is not None and store.exists(kept):
+                        _LOG.warning("fit(): the completed epochs are kept; resume with run_id=%r", run_id)
+                raise
+        last: Checkpoint = results[0]
+        if last.state:
+            return last
+        found = self._found(run_id)
+        if found is None or found.epochs != last.epochs:
+            place, others = store.get_checkpoint_path(run_id), "none" if found is None else "another one"
+            raise DataError(
+                f"fit(): rank 0 has written the checkpoint {place!r}, and this process finds {others} there; "
+                "use a store that executors and driver share"
+            )
+        return found
 
     @property
     @abc.abstractmethod
@@ -294,6 +331,12 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                 f"fit(): reader_pool_type is {self.getOrDefault('reader_pool_type')!r}; expected 'thread' or "
                 "'process'"
             )
+        run_id = self.getOrDefault("run_id") or ""
+        if run_id in (".", "..") or not _NOT_IN_NAMES.isdisjoint(run_id):
+            raise ValueError(
+                f"fit(): run_id is {run_id!r}; expected the name of a folder, without "
+                f"{' '.join(sorted(_NOT_IN_NAMES))}"
+            )
         weights, labels = self.getOrDefault("loss_weights"), self._list("label_cols")
         if weights is not None and len(weights) != len(labels):
             raise ValueError(f"fit(): there are {len(weights)} loss_weights for {len(labels)} label_cols")
@@ -337,12 +380,17 @@ def _claimed(run_id: str, *paths: str) -> Iterator[None]:
             _CLAIMED.difference_update(paths)
 
 
-def _remove(store: FilesystemStore, folder: str) -> None:
-    """Remove a folder of rows; the fit does not fail if that fails."""
+def _folders(store: FilesystemStore, run_id: str) -> tuple[str, str]:
+    """The folders of the rows of a fit; those of ``fit_on_parquet(dataset_idx=)`` end in a number."""
+    return f"{store.get_train_data_path()}.run-{run_id}", f"{store.get_val_data_path()}.run-{run_id}"
+
+
+def _remove(store: FilesystemStore, path: str) -> None:
+    """Remove the rows or the model of a fit; the fit does not fail if that fails."""
     try:
-        store.remove(folder)
+        store.remove(path)
     except DataError as error:
-        _LOG.warning("fit(): the rows in %s are left there: %s", folder, error)
+        _LOG.warning("fit(): %s is left there: %s", path, error)
 
 
 def _require_positive(name: str, value: int | None) -> None:

@@ -10,7 +10,7 @@ import cloudpickle
 import numpy as np
 from pyspark.ml import Model
 
-from polyhvd.spark.estimators.columns import quoted, require_columns, selected, simple_types
+from polyhvd.spark.estimators.columns import require_columns, selected, simple_types
 from polyhvd.spark.estimators.saving import Persistent
 from polyhvd.spark.estimators.training import stacked, transformed
 
@@ -18,7 +18,9 @@ __all__ = ["FrameworkModel", "Predict"]
 
 #: Makes a list of arrays, one for each output, of a list with an array for each feature column.
 Predict = Callable[[list[Any]], list[Any]]
-_WHOLE = ("tinyint", "smallint", "int", "bigint")
+#: Types of whole numbers, with their bits.
+_WHOLE = {"tinyint": 8, "smallint": 16, "int": 32, "bigint": 64}
+_OUTPUTS = "polyhvd__outputs"
 
 
 class FrameworkModel(Model, Persistent):  # type: ignore[misc]
@@ -67,7 +69,7 @@ class FrameworkModel(Model, Persistent):  # type: ignore[misc]
         metadata = self.getOrDefault("_metadata") or {}
         shapes, labels = metadata.get("shapes"), metadata.get("labels", {})
         if shapes is None:  # the model was not made by fit()
-            row = dataset.select(*selected(types)).first()
+            row = dataset.select(*selected(types, "transform()")).first()
             if row is None:
                 raise ValueError(
                     "transform(): the DataFrame is empty, and the shapes of outputs are not known"
@@ -166,8 +168,8 @@ def _with_predictions(
             found = task.predictions(arrays) if len(columns[0]) else [np.empty(0)] * len(kinds)
             yield pd.DataFrame(
                 {
-                    field: _series(output, kind)
-                    for field, output, kind in zip(fields, found, kinds, strict=False)
+                    field: _series(name, output, kind)
+                    for field, output, (name, kind) in zip(fields, found, outputs.items(), strict=False)
                 }
             )
 
@@ -177,15 +179,12 @@ def _with_predictions(
         f"{field} {'array<double>' if kind == 'vector' else kind}"
         for field, kind in zip(fields, kinds, strict=True)
     )
-    made = functions.pandas_udf(predict, returnType=struct)(*selected(types, "transform()")).alias(
-        "polyhvd__outputs"
-    )
-    kept = [functions.col(quoted(name)) for name in dataset.columns]
+    made = functions.pandas_udf(predict, returnType=struct)(*selected(types, "transform()"))
     added = []
     for field, (name, kind) in zip(fields, outputs.items(), strict=True):
-        column = functions.col("polyhvd__outputs").getField(field)
+        column = functions.col(_OUTPUTS).getField(field)
         added.append((array_to_vector(column) if kind == "vector" else column).alias(name))
-    return dataset.select(*kept, made).select(*kept, *added)
+    return dataset.select("*", made.alias(_OUTPUTS)).select("*", *added).drop(_OUTPUTS)
 
 
 def _array(name: str, column: Any) -> Any:
@@ -196,14 +195,26 @@ def _array(name: str, column: Any) -> Any:
     return values
 
 
-def _series(output: Any, kind: str) -> Any:
-    """The predictions of a batch as a series of pandas."""
+def _series(name: str, output: Any, kind: str) -> Any:
+    """The predictions of a batch as a series of pandas.
+
+    Raises:
+        ValueError: the column cannot hold one of them; Spark would write another value.
+    """
     import pandas as pd
 
-    flat = np.asarray(output).reshape(len(output), -1)
+    rows = np.asarray(output)
+    flat = rows.reshape(len(rows), int(np.prod(rows.shape[1:]))).astype(np.float64)
     if kind == "vector":
-        return pd.Series(list(flat.astype(np.float64)), dtype=object)
-    values = flat[:, 0] if flat.size else np.empty(len(flat))
-    if kind in _WHOLE:
-        return pd.Series(np.rint(values).astype(np.int64))
-    return pd.Series(values >= 0.5 if kind == "boolean" else values.astype(np.float64))
+        return pd.Series(list(flat), dtype=object)
+    values = flat[:, 0]
+    if kind in ("float", "double"):
+        return pd.Series(values)
+    whole, limit = np.rint(values), 2.0 ** (_WHOLE[kind] - 1) if kind in _WHOLE else np.inf
+    is_good = (-limit <= whole) & (whole < limit)  # which NaN is not
+    if not is_good.all():
+        raise ValueError(
+            f"transform(): the model's output for a row is {values[~is_good][0]:g}, which column {name!r} of "
+            f"type {kind}, that of its label, cannot hold; cast the label to double before fit()"
+        )
+    return pd.Series(values >= 0.5 if kind == "boolean" else whole.astype(np.int64))

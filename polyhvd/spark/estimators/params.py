@@ -88,7 +88,13 @@ ESTIMATORS = (
         _FLOATS,
         ignored=_OF_MODULE,
     ),
-    Parameter("sample_weight_col", "column of the weights of rows", None, _TEXT),
+    Parameter(
+        "sample_weight_col",
+        "column of the weights of rows; with Lightning, a tensor of the batch that `training_step` has to "
+        "use",
+        None,
+        _TEXT,
+    ),
     Parameter(
         "metrics",
         "metrics, computed over all ranks' rows for the history",
@@ -128,7 +134,13 @@ ESTIMATORS = (
         "val_batch_size", "the same for validation and predictions; without it `batch_size`", None, _INT
     ),
     Parameter("epochs", "number of epochs", 1, _INT),
-    Parameter("train_steps_per_epoch", "steps of an epoch; default: each row is used once", None, _INT),
+    Parameter(
+        "train_steps_per_epoch",
+        "steps of an epoch; default: each row is used once. With fewer steps and `shuffle=False`, all epochs "
+        "use the same first rows",
+        None,
+        _INT,
+    ),
     Parameter("validation_steps_per_epoch", "steps of a validation; without it all rows", None, _INT),
     Parameter("random_seed", "seed of the framework, and of the order of rows", None, _INT),
     Parameter("shuffle", "whether rows are shuffled in each epoch", True, _BOOL),

@@ -6,7 +6,7 @@ import abc
 import json
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Job:
         store: for checkpoints.
         resumes: whether there is a checkpoint of this run.
         is_elastic: whether ranks may be lost and join.
+        payload_path: of the file in the store that has the payload, if it is too large for a message.
     """
 
     imported: Any  # the first attribute, since attributes are unpickled in their order
@@ -55,6 +56,7 @@ class Job:
     store: Any
     resumes: bool
     is_elastic: bool = False
+    payload_path: str = ""
 
 
 class Trainer(abc.ABC):
@@ -90,17 +92,19 @@ def require_columns_of(arrays: Mapping[str, Any], names: Sequence[str]) -> None:
 def work(job: Job) -> Checkpoint | None:
     """Be a rank; return the last checkpoint on rank 0, without the state if the store has it.
 
-    Spark's limit for results (``spark.driver.maxResultSize``) would end a fit of a large model at its end.
+    The limits of results, such as ``spark.driver.maxResultSize``, would end a fit of a large model at its
+    end.
 
     Args:
         job: of the driver.
     """
     polyhvd.init()
     try:
+        if job.payload_path:
+            job = replace(job, payload=job.store.read(job.payload_path))
         run = Run(job)
         job.trainer().train(run)
-        if run.is_stored:
-            run.checkpoint.state = b""
+        run.end()
         return run.checkpoint if polyhvd.rank() == 0 else None
     finally:
         polyhvd.shutdown()
@@ -152,6 +156,7 @@ class Run:
         if job.resumes or (job.is_elastic and path is not None and job.store.exists(path)):
             found = Checkpoint.load(job.store.read(path), path)
             found.require(run, job.run_id)
+            found.ended_epochs = 0
             return found
         return Checkpoint(run)
 
@@ -255,6 +260,18 @@ class Run:
         if polyhvd.rank() == 0:
             self.checkpoint.state = state()
             self._write()
+
+    def end(self) -> None:
+        """Note that training has ended, if it was before the last epoch; rank 0 writes what is not stored."""
+        checkpoint, epochs = self.checkpoint, self.params["epochs"]
+        if polyhvd.rank() != 0:
+            return
+        if checkpoint.epochs < epochs:
+            checkpoint.ended_epochs, self.is_stored = epochs, False
+        if not self.is_stored:
+            self._write()
+        if self.is_stored:
+            checkpoint.state = b""
 
     def keep_files(self, folder: Path) -> None:
         """Copy what loggers and callbacks have written to the run's logs in the store, on rank 0.
