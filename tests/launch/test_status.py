@@ -104,6 +104,7 @@ def test_first_of_several_hosts_shows_since_when_it_waits_for_the_others(launche
 
 def test_job_whose_output_is_not_read_waits_for_a_reader(launcher: Launcher) -> None:
     launcher.start("-np", "1", source="while True: print('x' * 1000)\n")
+    wait_until(lambda: ask(launcher, "--json").returncode == 0, "the launcher answers")
     wait_until(lambda: shown(launcher)["does"] == "waits", "a pipe that is full")
     reader = "waits for a reader of polyhvdrun's output: it has stopped reading"
     wait_until(lambda: shown(launcher)["sentence"] == reader, reader)
