@@ -75,7 +75,7 @@ class ArraysState(ObjectState):
         """
         _, arrays = self._taken()
         self._put(self._saved, self._fitting(arrays, [*map(form, self._copies)], self._copies))
-        self._is_commit = True
+        self._is_commit = self._saved is self._commit_copy
 
     def imported(self, values: dict[str, Any]) -> None:
         """See :meth:`ObjectState.imported`; arrays of the same shape keep their memory."""

@@ -45,6 +45,9 @@ class State:
         self._commits = UNCOMMITTED  # number of the last; the same for the same commit on all ranks
         self._is_commit = False  # whether the values are those of the last commit
         self._is_adapted = False  # whether functions of the user may have changed them for the present world
+        self._saved: Any = None  # the copy; each save() makes another object
+        self._commit_copy: Any = None  # the copy of the last commit; a program may call save() after it
+        self._has_just_committed = False  # by commit(), which calls check_host_updates() next
         self._checks = 0  # since the last commit or sync()
         #: The world that all its ranks have left between two steps, and after which check; None: none.
         self._boundary: tuple[int, int] | None = None
@@ -84,6 +87,7 @@ class State:
         if self._owner:
             raise InvalidArgumentError(f"state.commit(): leave it to {self._owner}")
         self._commit()
+        self._has_just_committed = True
         self.check_host_updates()
         self._is_commit = False
 
@@ -91,6 +95,7 @@ class State:
         _await_devices()
         _require_whole_step()
         self.save()
+        self._commit_copy = self._saved
         self._commits += 1
         self._checks = 0
         member = process.find()
@@ -113,6 +118,7 @@ class State:
             if batch % 10 == 0: state.commit()
             else: state.check_host_updates()
         """
+        is_commit, self._has_just_committed = self._has_just_committed, False
         member = process.find()
         if member is None:
             return
@@ -120,12 +126,13 @@ class State:
         self._end_background()
         member.step()
         self._checks += 1
+        checks = self._checks  # a commit resets it
         if member.is_awaited():
-            if not self._is_commit:
+            if not is_commit:  # a program may have called restore() and changed the values since
                 self._commit()  # the next world may fail before it has sent these values
             if member.meet("elastic.boundary"):
                 self._at_boundary()
-                self._boundary = member.launcher.reply.generation, self._checks
+                self._boundary = member.launcher.reply.generation, checks
             raise HostsUpdatedInterrupt
 
     def _at_boundary(self) -> None:
@@ -271,7 +278,7 @@ class ObjectState(State):
         """
         for name, value in self._saved.items():
             setattr(self, name, copied(value))
-        self._is_commit = True
+        self._is_commit = self._saved is self._commit_copy
 
     def sync(self) -> None:
         """Give all ranks the values of the newest commit that one of them has, and keep them as a commit.
@@ -302,6 +309,7 @@ class ObjectState(State):
         with exchange(root, receivers, gpus=any(gpus for *_, gpus in gathered)) as among:
             self._sync_from(root, among=among)
         self._keep_synced(kept=kept)
+        self._commit_copy = self._saved
         self._commits = versions[root].after_sync
         self._is_commit = self._is_adapted = False
         self._checks, self._boundary = 0, None

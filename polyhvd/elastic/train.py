@@ -339,6 +339,7 @@ class Training(ObjectState):
         """Keep a copy of all of it."""
         self.data = self.position.state_dict()
         self._inner.save()
+        self._inner_copy = self._inner._saved
         super().save()
 
     def restore(self) -> None:
@@ -346,6 +347,7 @@ class Training(ObjectState):
         self._completed = self.steps
         self._inner.restore()
         super().restore()
+        self._is_commit &= self._inner._saved is self._inner_copy  # unless a step has called state.save()
         self.parts.abandon()
         self.parts.restore()
         self.position.load_state_dict(self.data)
@@ -419,6 +421,7 @@ class Training(ObjectState):
 
     def _keep_synced(self, *, kept: bool) -> None:
         self._inner._keep_synced(kept=kept)
+        self._inner_copy = self._inner._saved
         super().save()
 
     def _sync_from(self, root: int, *, among: ProcessSet | None) -> None:

@@ -297,10 +297,12 @@ class Awaited:
 
 def leave_world(state: Any, checks: int = 1) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "find", Unawaited)
+        for _ in range(checks - 1):
+            state.check_host_updates()
         patch.setattr(process, "find", Awaited)
-        for _ in range(checks):
-            with pytest.raises(hvd.HostsUpdatedInterrupt):
-                state.check_host_updates()
+        with pytest.raises(hvd.HostsUpdatedInterrupt):
+            state.check_host_updates()
 
 
 class Unawaited(Awaited):
@@ -462,3 +464,28 @@ def test_what_is_told_between_two_commits_is_another_commit() -> None:
     state.restore()
     state.sync()
     assert state._commits == before + 3
+
+
+def test_values_that_only_one_rank_has_saved_since_the_commit_are_sent_to_all() -> None:
+    state = make()
+    state.sync()
+    state.commit()
+    if hvd.rank() == hvd.size() - 1:  # the step has failed on the others
+        state.w += 1
+        state.save()
+    state.restore()
+    state.sync()
+    assert hvd.allgather_object(state.w.tolist()) == hvd.size() * [state.w.tolist()]
+
+
+def test_step_after_a_restore_by_the_program_is_kept_when_the_world_changes() -> None:
+    state = make()
+    state.sync()
+    state.commit()
+    state.restore()  # by the program, for example after a loss of nan
+    state.w[:] = 5
+    leave_world(state)
+    state.sync()
+    state.w[:] = -1
+    state.restore()
+    assert state.w.tolist() == [5, 5, 5, 5]
