@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -497,12 +498,18 @@ class RayExecutor:
         if (current := self._current_group()) is not None:
             return current, [-1] * params.size
         bundles = params.bundles
-        with self._lock:
-            if self._stops:
-                raise _stopped()
-            group = placement_group(bundles, strategy=params.strategy)
-            self._group = weakref.finalize(self, _remove, group)
-            self._group.atexit = False  # Ray removes it when the driver ends
+
+        def make() -> Any:
+            with self._lock:
+                if self._stops:
+                    raise _stopped()
+                group = placement_group(bundles, strategy=params.strategy)
+                self._group = weakref.finalize(self, _remove, group)
+                self._group.atexit = False  # Ray removes it when the driver ends
+            return group
+
+        with ThreadPoolExecutor(1) as thread:  # in which Ctrl-C cannot come before the group is kept
+            group = thread.submit(make).result()
         while not group.wait(1):  # in which Ray ignores Ctrl-C
             if time.monotonic() >= deadline:
                 raise TimeoutError(self._not_started())

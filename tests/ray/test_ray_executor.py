@@ -298,21 +298,31 @@ def test_shutdown_ends_a_start_that_waits_for_resources_or_has_just_received_the
     assert not executor._workers
 
 
-def test_ctrl_c_ends_a_start_that_waits_for_resources() -> None:
+@pytest.mark.parametrize("moment", ["while it waits", "when Ray has just made the group"])
+def test_ctrl_c_ends_a_start_that_waits_for_resources(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=60), num_workers=100)
-    before = groups_left()
+    before, main = groups_left(), threading.main_thread()
 
     def interrupt() -> None:
         wait_until(lambda: groups_left() > before, "start() waits", BUSY_S)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+        signal.pthread_kill(main.ident, signal.SIGINT)  # type: ignore[arg-type]
+
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        group = placement_group(*args, **kwargs)
+        interrupt()
+        return group
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
+    if moment == "while it waits":
+        thread.start()
+    else:
+        monkeypatch.setattr("polyhvd.ray.executor.placement_group", make_group)
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         executor.start()
     assert time.monotonic() - begun < 20.0
-    thread.join()
+    if thread.ident is not None:
+        thread.join()
     assert groups_left() == before
 
 
