@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import polyhvd.numpy as hvd
 import pytest
+from ranks_alive import wait_until
 
 from polyhvd.data import ArrayLoader, DataError, DistributedBatchSampler, agreement
 
@@ -112,8 +113,10 @@ def test_rank_that_is_frozen_during_the_comparison_is_waited_for_with_a_limit(
     monkeypatch.setattr(agreement, "_WAIT_S", 0.5)
     raised = Path(hvd.broadcast_object(str(tmp_path))) / "raised"
     frozen = hvd.size() - 1
-    batches = iter(ArrayLoader([np.arange(40)], batch_size=2, seed=int(hvd.rank() == frozen)))
+    loader = ArrayLoader([np.arange(40)], batch_size=2, seed=int(hvd.rank() == frozen))
+    batches = iter(loader)
     next(batches)
+    wait_until(lambda: loader._agreement._handle.done(), "the ranks have exchanged their checksums", 60)
     hvd.barrier()
     if hvd.rank() == frozen:
         waits = f"for i in $(seq 600); do [ -e {raised} ] && break; sleep 0.1; done; kill -CONT {os.getpid()}"
