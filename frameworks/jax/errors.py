@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import jax
 from polyhvd.errors import RankMismatchError
 from polyhvd.runtime.world import World
 from polyhvd.training.drift import names_of_some_ranks
+from polyhvd.training.naming import require_same_order
 
 __all__ = ["known", "naming_gradients", "remember", "translated_errors"]
 
@@ -19,6 +21,9 @@ __all__ = ["known", "naming_gradients", "remember", "translated_errors"]
 _raised: deque[BaseException] = deque(maxlen=64)
 #: Process sets and names of the reductions whose gradients have been compared by name.
 _compared: WeakKeyDictionary[World, set[tuple[int, str]]] = WeakKeyDictionary()
+#: In the core's message about shapes: position of the tensor, and number of tensors.
+_TENSOR = re.compile(r"tensor (\d+) of (\d+) as ")
+_ADVICE = "pass the same tree on every rank"
 
 
 def remember(error: BaseException) -> None:
@@ -56,9 +61,15 @@ def naming_gradients(
         seen.add((number, operation))
     try:
         yield
-    except RankMismatchError:
+    except RankMismatchError as error:
         _compare(names, operation, number, world)
-        raise
+        own, found = list(names()), _TENSOR.search(str(error))
+        require_same_order(world, number, operation, own, _ADVICE, f"{operation}.order")
+        position, count = (int(found[1]), int(found[2])) if found else (0, 0)
+        if count != len(own) + 1 or position == len(own):  # groups, or the marker, which comes last
+            raise
+        text = f"{error}; tensor {position} is the gradient of {own[position]!r}"
+        raise RankMismatchError(text) from error
 
 
 def _compare(names: Callable[[], Sequence[str]], operation: str, number: int, world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -211,6 +212,17 @@ def test_gradients_of_other_parameters_are_an_error_with_their_names(groups: int
         for given in (frozen, renamed) if groups is None else (renamed,):  # in a later step, too
             with pytest.raises(hvd.RankMismatchError, match=r"\['b'\]\['w'\]"):
                 reduce(given)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_in_another_order_or_of_another_shape_are_an_error_with_their_names(compiled: bool) -> None:
+    gradients = hvd.DistributedGradients(name=f"compiled: {compiled}")
+    reduce = hvd.translated_errors()(jax.jit(gradients)) if compiled else gradients
+    names = "ab" if hvd.rank() == 0 else "ba"
+    with pytest.raises(hvd.RankMismatchError, match=r"different orders: at position 0, rank 0 has"):
+        reduce(OrderedDict((name, jnp.ones(2)) for name in names))
+    with pytest.raises(hvd.RankMismatchError, match=r"tensor 1 is the gradient of \"\['b'\]\""):
+        reduce({"a": jnp.ones(2), "b": jnp.ones(2 + hvd.rank())})
 
 
 def test_errors_of_compiled_collectives_can_be_had_as_they_are_and_the_job_goes_on() -> None:
