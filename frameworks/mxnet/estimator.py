@@ -7,13 +7,14 @@ from typing import Any
 
 from mxnet.gluon.contrib.estimator import BatchEnd, EpochEnd, TrainBegin
 from mxnet.metric import PCC, CompositeEvalMetric, EvalMetric
-from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
+from polyhvd.mxnet.errors import InvalidArgumentError, RankMismatchError, as_mxnets
 from polyhvd.mxnet.kvstore import Horovod
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
 from polyhvd.mxnet.trainer import DistributedTrainer
 from polyhvd.mxnet.weights import DRIFT_REMEDY, hyperparameters_of, values_of
 
+from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.runtime import current
 from polyhvd.training.drift import compare_now, report
@@ -40,8 +41,9 @@ class BroadcastHandler(TrainBegin):  # type: ignore[misc]
         process_set: the ranks that take part.
 
     Raises:
-        RankMismatchError: when training begins, the ranks' parameters or optimizers differ; or, with
-            ``POLYHVD_CHECK_DRIFT=error``, the trainer is not distributed.
+        RankMismatchError: when training begins, the ranks' parameters or optimizers differ, or only some
+            ranks have initialised all parameters; or, with ``POLYHVD_CHECK_DRIFT=error``, the trainer is
+            not distributed.
 
     Example::
 
@@ -62,9 +64,28 @@ class BroadcastHandler(TrainBegin):  # type: ignore[misc]
                     current.world(), f"BroadcastHandler: {_PLAIN}", _DISTRIBUTE, is_reporter=ranks.rank() == 0
                 )
         parameters = estimator.net.collect_params()
+        is_deferred = any(parameter._deferred_init for parameter in parameters.values())
+        _require_same_initialisation(is_deferred, ranks)
         broadcast_parameters(parameters, self._root_rank, process_set=self._process_set)
-        if not any(parameter._deferred_init for parameter in parameters.values()):
+        if not is_deferred:
             broadcast_optimizer_state(estimator.trainer, self._root_rank, self._process_set)
+
+
+def _require_same_initialisation(is_deferred: bool, process_set: ProcessSet) -> None:
+    """Raise RankMismatchError unless all ranks have initialised all parameters, or none has.
+
+    Some would wait in the broadcast of optimizer states, and others in their first step.
+    """
+    own = current.world().placement.rank, is_deferred
+    with as_mxnets():
+        by_rank = dict(allgather_object(own, "BroadcastHandler", process_set))
+    deferred = [rank for rank, each in by_rank.items() if each]
+    if deferred and len(deferred) < len(by_rank):
+        raise RankMismatchError(
+            f"BroadcastHandler: ranks {deferred} have parameters without values, and ranks "
+            f"{[rank for rank in by_rank if rank not in deferred]} have none; run the network once on every "
+            "rank before fit(), as in net(mx.nd.zeros(shape))"
+        )
 
 
 class MetricAverageHandler(TrainBegin, EpochEnd):  # type: ignore[misc]

@@ -197,13 +197,16 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
                 self._weights.update(pairs)
                 return
             weights, self._weights = self._weights, dict(pairs)
-            names = [self._name(i) for i in weights]
+            indices = list(weights)
+            if all(isinstance(i, int) for i in indices):
+                indices = list(range(max(indices) + 1))  # this rank has frozen those that are missing
+            names = [self._name(i) for i in indices]
             if self._drift.is_due():
-                arrays = [array.asnumpy() for array in weights.values()]
+                arrays = [weights[i].asnumpy() if i in weights else None for i in indices]
                 values = hyperparameters_of(self.wrapped, ((name, None) for name in names))
                 self._drift.begin(self._reducer.prefix, zip(names, arrays, strict=True), values)
             elif self._drift.is_first:
-                shapes = [np.array(array.shape) for array in weights.values()]
+                shapes = [np.array(weights[i].shape) if i in weights else None for i in indices]
                 self._drift.begin(self._reducer.prefix, zip(names, shapes, strict=True))
             self._drift.finish()
 

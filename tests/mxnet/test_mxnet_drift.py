@@ -230,7 +230,7 @@ def test_a_layer_that_one_rank_freezes_is_an_error_on_every_rank(hvd, mx, np, le
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("kind", ["trainer", "updater"])
+@pytest.mark.parametrize("kind", ["trainer", "updater", "other layers"])
 def test_a_layer_that_one_rank_freezes_is_an_error_of_its_optimizer(hvd, mx, np, kind):
     net = make_net(hvd, mx, seed=1)
     optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD())
@@ -238,9 +238,13 @@ def test_a_layer_that_one_rank_freezes_is_an_error_of_its_optimizer(hvd, mx, np,
         net.bias.grad_req = "null"
 
     def run_updater():
-        optimizer.idx2name = {0: "weight", 1: "bias"}
+        optimizer.idx2name = {0: "weight", 1: "bias", 2: "scale"}
         updater = mx.optimizer.get_updater(optimizer)
-        for index in [0, 0] if hvd.rank() == 1 else [0, 1, 0]:
+        if kind == "other layers":  # of the same shapes
+            updates = [0, 2, 0] if hvd.rank() == 1 else [1, 2, 1]
+        else:
+            updates = [0, 0] if hvd.rank() == 1 else [0, 1, 0]
+        for index in updates:
             updater(index, mx.nd.ones(3), mx.nd.ones(3))
 
     def run_trainer():
@@ -250,4 +254,6 @@ def test_a_layer_that_one_rank_freezes_is_an_error_of_its_optimizer(hvd, mx, np,
         run_trainer() if kind == "trainer" else run_updater()
     name = net.bias.name if kind == "trainer" else "bias"
     text = f"the ranks train different weights: '{name}' is trained on ranks 0, 2 and not on rank 1"
+    if kind == "other layers":
+        text += "; 'weight' is trained on rank 1 and not on ranks 0, 2"
     assert f"DistributedOptimizer: {text}; freeze the same weights" in str(caught.value)

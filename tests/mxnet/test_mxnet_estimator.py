@@ -128,3 +128,15 @@ def test_four_threads_may_average_metrics_at_once(hvd, mx, np):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(hvd.estimator.average_metrics, made))
     assert [metric.get()[1] for metric in made] == [0.5] * 100
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("initialised", [0, 1])
+def test_a_network_that_only_some_ranks_have_initialised_is_an_error_on_every_rank(hvd, mx, np, initialised):
+    hvd.init()
+    made = estimator_of(mx, np, 1, hvd.DistributedTrainer, deferred=True)
+    if hvd.rank() == initialised:  # as after net.load_parameters()
+        made.net(mx.nd.zeros((1, 5)))
+    message = rf"ranks \[{1 - initialised}\] have parameters without values, and ranks \[{initialised}\]"
+    with pytest.raises(hvd.RankMismatchError, match=message):
+        made.fit(data_of(mx, np, [hvd.rank()]), epochs=1, event_handlers=[hvd.estimator.BroadcastHandler()])
