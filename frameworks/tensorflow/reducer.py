@@ -27,13 +27,18 @@ def reference(source: Any) -> Any:
 
 
 class TensorflowExchange(Exchange[Any]):
-    """Tensors and tf.IndexedSlices, each kind of a step as one operation unless there are groups."""
+    """Tensors and tf.IndexedSlices, each kind of a step as one operation unless there are groups.
+
+    Args:
+        is_mapped: whether ranks have different frameworks: each gradient is then sent by itself.
+    """
 
     whole_steps = True
     scales_local_sums = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_mapped: bool = False) -> None:
         self._state = VariableState()
+        self._is_mapped = is_mapped
 
     def start(
         self, tensors: Sequence[Any], name: str, priority: int, request: Mapping[str, Any]
@@ -53,13 +58,12 @@ class TensorflowExchange(Exchange[Any]):
         request: Mapping[str, Any],
     ) -> Results[Any]:
         """Gather the slices of all ranks; the results have each index once."""
-        is_single = len(gradients) == 1
-        key = next(iter(gradients)) if is_single else "sparse"
+        key = next(iter(gradients)) if self._is_mapped else "sparse"
         reduced = sparse.allreduce(
             list(gradients.values()),
             name=f"{prefix}.{key}",
             compression=compression,
-            mark=0 if is_single else self.mark_of(list(gradients)),
+            mark=0 if self._is_mapped else self.mark_of(list(gradients)),
             **request,
         )
         return lambda: [sparse.merged(slices) for slices in reduced]
@@ -141,7 +145,7 @@ class TensorflowReducer(GradientReducer[Any]):
         remedy = "register_local_var() of the optimizer, or register_local_source() of the tape"
         with as_tensorflow():
             super().__init__(
-                TensorflowExchange(),
+                TensorflowExchange(is_mapped=options.mapping is not None),
                 prefix=prefix,
                 options=options,
                 local_layers=keras_layers(local_layers, remedy),

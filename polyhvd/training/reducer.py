@@ -332,7 +332,8 @@ class GradientReducer(Generic[T]):
             for name, keys in self._operations(list(dense), sources)
         ]
         # Gradients are paired by their order, so ranks that lack different ones get an error.
-        mark = self.exchange.mark_of(list(dense)) if dense and self.exchange.whole_steps else 0
+        sent = [*dense, *(f"sparse {key}" for key in sparse)]
+        mark = self.exchange.mark_of(sent) if dense and self.exchange.whole_steps else 0
         try:
             with self._whole():
                 for name, packed in operations:

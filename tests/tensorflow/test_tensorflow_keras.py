@@ -261,15 +261,15 @@ def test_groups_may_list_what_a_step_does_not_have() -> None:
         assert float(tape.gradient(loss, variable)) == 1.5
 
 
-@pytest.mark.parametrize("kind", ["dense", "slices"])
+@pytest.mark.parametrize("kind", ["dense", "slices", "one slice"])
 def test_gradients_of_other_variables_are_an_error_with_their_names(kind: str) -> None:
     sources = [tf.Variable(tf.ones([4, 2]), name=name) for name in ("shared", "first", "second")]
-    used = [0, 1 + RANK]
+    used = [1 + RANK] if kind == "one slice" else [0, 1 + RANK]
     differences = "'first:0' is on rank 0 and not on rank 1; 'second:0' is on rank 1 and not on rank 0"
 
     def gradients() -> Any:
         with tf.GradientTape() as tape:
-            parts = [tf.gather(sources[i], [0]) if kind == "slices" else sources[i] for i in used]
+            parts = [sources[i] if kind == "dense" else tf.gather(sources[i], [0]) for i in used]
             loss = tf.add_n([tf.reduce_sum(part) for part in parts])
         return hvd_tf.DistributedGradientTape(tape).gradient(loss, sources)
 
@@ -281,6 +281,17 @@ def test_gradients_of_other_variables_are_an_error_with_their_names(kind: str) -
     assert differences in raises(tf.errors.FailedPreconditionError, optimizer.apply, given, sources)
     optimizer.apply([tf.ones([4, 2]), None, tf.fill([4, 2], 1.0 + RANK)], sources)
     assert [float(source[0, 0]) for source in sources] == [0.0, 1.0, -0.5]
+
+
+def test_slices_that_only_one_rank_has_are_an_error_with_their_name() -> None:
+    shared, table = (tf.Variable(tf.ones([4, 2]), name=name) for name in ("shared", "table"))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(shared)
+        if RANK == 0:
+            loss += tf.reduce_sum(tf.gather(table, [0]))
+    tape = hvd_tf.DistributedGradientTape(tape)
+    message = raises(tf.errors.FailedPreconditionError, tape.gradient, loss, [shared, table])
+    assert "'table:0' is on rank 0 and not on rank 1" in message
 
 
 def test_gradients_may_be_added_adaptively() -> None:
@@ -451,9 +462,12 @@ def test_metrics_are_paired_by_name() -> None:
     assert history["far_loss"][0] > 100 * history["near_loss"][0]
 
 
-def test_a_model_that_is_built_by_its_first_batch_is_broadcast_too() -> None:
+@pytest.mark.parametrize("built_by", [(), (0,), (1,)], ids=["none", "the root", "another rank"])
+def test_a_model_that_some_ranks_build_by_their_first_batch_is_broadcast_too(built_by: tuple[int]) -> None:
     keras.utils.set_random_seed(10 + RANK)
     model = keras.Sequential([keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+    if RANK in built_by:
+        model.build((None, FEATURES))
     model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
     train_together(model, [hvd_tf_keras.callbacks.BroadcastGlobalVariablesCallback(1)])
     assert_same_on_all_ranks(model.get_weights())

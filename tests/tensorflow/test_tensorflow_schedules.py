@@ -45,12 +45,15 @@ def optimizers() -> list[Any]:
     return made
 
 
-def fit(callbacks: list[Any], epochs: int, optimizer: Any = None, steps: Any = None) -> tuple[Any, Any, Any]:
+def fit(
+    callbacks: list[Any], epochs: int, optimizer: Any = None, steps: Any = None, together: int = 1
+) -> tuple[Any, Any, Any]:
     """The history, the rates and the model, which has one weight."""
     tf.keras.utils.set_random_seed(1)
     model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)])
     model.set_weights([np.ones((1, 1), np.float32)])
-    model.compile(hvd.DistributedOptimizer(optimizer or optimizers()[0]()), loss=mean)
+    distributed = hvd.DistributedOptimizer(optimizer or optimizers()[0]())
+    model.compile(distributed, loss=mean, steps_per_execution=together)
     x = np.full((BATCH * STEPS, 1), 1.0 + RANK, np.float32)
     data: Any = (x, x)
     if steps:
@@ -101,6 +104,20 @@ def test_warm_up_rises_to_the_rate_by_the_same_amount_in_each_batch() -> None:
             found = model.get_weights()[0].item()
             np.testing.assert_allclose(found, weight_after(rates, correct), rtol=1e-5)
             assert abs(found - weight_after(rates, not correct)) > 1e-3
+
+
+def test_warm_up_ends_with_the_rate_where_steps_run_together_or_are_more_than_expected() -> None:
+    warmup = hvd.callbacks.LearningRateWarmupCallback(RATE, 2)
+    history, rates, model = fit([warmup], 4, together=STEPS)
+    rising = [RATE / SIZE * ((epoch + 1 / STEPS) * (SIZE - 1) / 2 + 1) for epoch in range(2)]
+    np.testing.assert_allclose(rates, [*rising, RATE, RATE], rtol=1e-6)
+    np.testing.assert_allclose(history.history["lr"], rates, rtol=1e-6)
+    each = np.repeat(rates, STEPS).tolist()
+    np.testing.assert_allclose(model.get_weights()[0].item(), weight_after(each, True), rtol=1e-5)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(RATE, 1.5, steps_per_epoch=STEPS - 1)
+    _, rates, _ = fit([warmup], 3)
+    assert max(rates) < RATE * (1 + 1e-6)
+    np.testing.assert_allclose(rates[-1], RATE, rtol=1e-6)
 
 
 def test_a_number_holds_between_its_epochs() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.process_sets import global_process_set
 from polyhvd.data.position import Position
 from polyhvd.errors import InvalidArgumentError
@@ -46,7 +48,7 @@ class BroadcastGlobalVariables(abc.ABC):
 
     It logs a warning if the model's optimizer is not distributed: ``POLYHVD_CHECK_DRIFT``.
 
-    Before the first step if the model and its layers are built by then, else after it. Seeds of random
+    Before the first step if every rank has built the model and its layers, else after it. Seeds of random
     layers stay as they are, so that ranks drop out different units.
 
     Args:
@@ -96,7 +98,12 @@ class BroadcastGlobalVariables(abc.ABC):
             report(world, text, _DISTRIBUTE, is_reporter=world.placement.rank == 0)
         model, optimizer = self.model, self.model.optimizer
         build = getattr(optimizer, "build", None)
-        if self.broadcast_done or not _is_built(model) or build is None:
+        if self.broadcast_done or build is None:
+            return
+        # The root may have loaded a model that the other ranks build in their first step, in which they need
+        # the root.
+        are_built = allgather_object(_is_built(model), "BroadcastGlobalVariablesCallback")
+        if not all(are_built):
             return
         if not getattr(optimizer, "built", False):
             build(model.trainable_variables)
@@ -332,7 +339,8 @@ class LearningRateWarmup(LearningRateSchedule):
 
     Gradual warm-up (Goyal et al., 2017, arXiv:1706.02677, section 2.2): by the same amount in each batch,
     ``initial_lr / size * (epoch * (size - 1) / warmup_epochs + 1)``, where ``epoch`` has the part of the
-    epoch in it that is done when the batch is: the last batch of the warm-up has ``initial_lr``.
+    epoch in it that is done when the batch is: the last batch of the warm-up has ``initial_lr``. With
+    ``steps_per_execution``, all batches of an execution have the rate of its first one.
 
     Args:
         initial_lr: the rate to reach, such as ``0.01 * hvd.size()``.
@@ -359,7 +367,7 @@ class LearningRateWarmup(LearningRateSchedule):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
-            done = epoch + 1.0 / self.steps_per_epoch
+            done = min(epoch + 1.0 / self.steps_per_epoch, warmup_epochs)
             size = current.world().placement.size
             return (done * (size - 1) / warmup_epochs + 1.0) / size
 
@@ -375,9 +383,12 @@ class LearningRateWarmup(LearningRateSchedule):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Run the base class's method; print a line after the last epoch."""
+        """Run the base class's method; after the last epoch, set the rate, and print a line."""
         super().on_epoch_end(epoch, logs)
-        if self.verbose > 0 and self.end_epoch is not None and epoch == self.end_epoch - 1:
+        if self.end_epoch is None or epoch != math.ceil(self.end_epoch) - 1:
+            return
+        self._set_rate(1.0)  # the last execution began with a batch before the last one
+        if self.verbose > 0:
             rate = _number(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
