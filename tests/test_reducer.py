@@ -125,7 +125,7 @@ def test_a_whole_step_is_one_operation_and_groups_of_it_are_numbered() -> None:
     reducer(noted, groups=[[sources[3], sources[0]]]).reduce(ones(0, 1, 3), sources, prefix="q")
     reducer(noted, num_groups=2).reduce(ones(0, 1, 3), sources)
     names = [name for name, _ in noted.sent]
-    assert names == ["p", "q.group.0", "q.1", "p.group.0", "p.group.1"]
+    assert names == ["p", "q", "q.1", "p", "p.group.1"]
     with pytest.raises(InvalidArgumentError, match="has no variables"):
         reducer(noted, groups=[[sources[0]]]).reduce(ones(0))
 
@@ -139,6 +139,17 @@ def test_a_whole_step_differs_in_a_shape_from_one_with_gradients_of_other_variab
         assert {key: value[0] for key, value in found.items()} == {key: 2 * (key + 1) for key in keys}
         shapes.append(tuple(noted.shapes))
     assert shapes[0] == ((2,), (2,))
+    assert len(set(shapes)) == len(shapes)
+
+
+def test_groups_of_a_step_wait_until_the_first_has_shown_that_ranks_have_the_same_gradients() -> None:
+    shapes = []
+    for keys in ((0, 1), (0, 1, 2), (0, 2)):
+        noted = Noted(whole_steps=True, failing=("p",))
+        with pytest.raises(HorovodInternalError):
+            reducer(noted, num_groups=3).reduce(ones(*keys))
+        assert noted.sent == [("p", 0)]
+        shapes.append(tuple(noted.shapes))
     assert len(set(shapes)) == len(shapes)
 
 

@@ -39,14 +39,21 @@ class TensorflowExchange(Exchange[Any]):
     def __init__(self, *, is_mapped: bool = False) -> None:
         self._state = VariableState()
         self._is_mapped = is_mapped
+        self._first: list[tf.Tensor] = []  # results of the first operation of a step
+
+    def begin(self) -> None:
+        """Forget the results of the step before."""
+        self._first = []
 
     def start(
         self, tensors: Sequence[Any], name: str, priority: int, request: Mapping[str, Any]
     ) -> Results[Any]:
-        """Reduce dense tensors into new ones."""
+        """Reduce dense tensors into new ones; in a graph, after the first operation, which may fail."""
         dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
-        with self._state.after_writes():
+        with self._state.after_writes(), tf.control_dependencies(self._first):
             reduced = ops.allreduce(dense, name=name, **request)
+        if not self._is_mapped:
+            self._first = self._first or list(reduced)
         return lambda: reduced
 
     def start_sparse(
@@ -57,15 +64,16 @@ class TensorflowExchange(Exchange[Any]):
         priority: int,
         request: Mapping[str, Any],
     ) -> Results[Any]:
-        """Gather the slices of all ranks; the results have each index once."""
+        """Gather the slices of all ranks, as :meth:`start` does; the results have each index once."""
         key = next(iter(gradients)) if self._is_mapped else "sparse"
-        reduced = sparse.allreduce(
-            list(gradients.values()),
-            name=f"{prefix}.{key}",
-            compression=compression,
-            mark=0 if self._is_mapped else self.mark_of(list(gradients)),
-            **request,
-        )
+        with tf.control_dependencies(self._first):
+            reduced = sparse.allreduce(
+                list(gradients.values()),
+                name=f"{prefix}.{key}",
+                compression=compression,
+                mark=0 if self._is_mapped else self.mark_of(list(gradients)),
+                **request,
+            )
         return lambda: [sparse.merged(slices) for slices in reduced]
 
     def is_sparse(self, gradient: Any) -> bool:

@@ -177,7 +177,7 @@ class GradientReducer(Generic[T]):
     With a mapping, ranks may have different frameworks: a gradient travels by itself, in common form, as
     the mapping calls it, and one that this rank does not have is zero. Else, on the wire, a gradient is
     ``prefix.key``, a group ``prefix.group.number``, or with its first key where
-    not all of a group need come together; a whole step is ``prefix``.
+    not all of a group need come together; a whole step, or the first group of one, is ``prefix``.
 
     Args:
         exchange: of the framework.
@@ -334,11 +334,16 @@ class GradientReducer(Generic[T]):
         # Gradients are paired by their order, so ranks that lack different ones get an error.
         sent = [*dense, *(f"sparse {key}" for key in sparse)]
         mark = self.exchange.mark_of(sent) if dense and self.exchange.whole_steps else 0
+        if self.exchange.whole_steps and len(operations) > 1:
+            mark = mark or mark_of_names(map(str, sent))
         try:
             with self._whole():
-                for name, packed in operations:
+                for number, (name, packed) in enumerate(operations):
                     # The first layers are needed first in the next forward pass.
                     self._send(f"{prefix}{name}", packed, self._urgency(packed[0][0]), mark)
+                    if mark and number == 0 and len(operations) > 1:
+                        results |= self.finish()  # ranks that get an error here may not have the rest
+                        mark = 0
                 if sparse:
                     self._send_sparse(sparse, prefix, self._urgency(next(iter(sparse))))
             return results | self.finish()
@@ -474,6 +479,8 @@ class GradientReducer(Generic[T]):
                 operations.append((f".{group[0]}", group))
             else:
                 operations.append((f".group.{number if whole else group[0]}", group))
+        if whole:
+            operations[0] = "", operations[0][1]  # which is the same on ranks with other gradients
         return operations
 
     # One by one -----------------------------------------------------------------

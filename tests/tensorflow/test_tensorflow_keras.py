@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -283,15 +284,37 @@ def test_gradients_of_other_variables_are_an_error_with_their_names(kind: str) -
     assert [float(source[0, 0]) for source in sources] == [0.0, 1.0, -0.5]
 
 
-def test_slices_that_only_one_rank_has_are_an_error_with_their_name() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("arguments", ["groups", "num_groups"])
+def test_groups_of_other_variables_are_an_error(arguments: str, compiled: bool) -> None:
+    sources = [tf.Variable(tf.ones([4, 2])) for _ in range(3)]
+    given: dict[str, Any] = {"groups": {"groups": [sources[1:]]}, "num_groups": {"num_groups": 3}}[arguments]
+
+    def gradients(used: Sequence[int]) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(sources[i]) for i in used])
+        return hvd_tf.DistributedGradientTape(tape, **given).gradient(loss, sources)
+
+    for used in ([0, 1 + RANK], [0, 1, 2][: 2 + RANK], [RANK, 2]):
+        step = (tf.function if compiled else lambda function: function)(lambda used=used: gradients(used))
+        expected = "Mismatched" if compiled else "gradients of different variables"
+        assert expected in raises(tf.errors.FailedPreconditionError, step)
+    assert float(gradients([0, 1])[1][0, 0]) == 1.0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_slices_that_only_one_rank_has_are_an_error(compiled: bool) -> None:
     shared, table = (tf.Variable(tf.ones([4, 2]), name=name) for name in ("shared", "table"))
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(shared)
-        if RANK == 0:
-            loss += tf.reduce_sum(tf.gather(table, [0]))
-    tape = hvd_tf.DistributedGradientTape(tape)
-    message = raises(tf.errors.FailedPreconditionError, tape.gradient, loss, [shared, table])
-    assert "'table:0' is on rank 0 and not on rank 1" in message
+
+    def gradients() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(shared)
+            if RANK == 0:
+                loss += tf.reduce_sum(tf.gather(table, [0]))
+        return hvd_tf.DistributedGradientTape(tape).gradient(loss, [shared, table])
+
+    message = raises(tf.errors.FailedPreconditionError, tf.function(gradients) if compiled else gradients)
+    assert ("Mismatched" if compiled else "'table:0' is on rank 0 and not on rank 1") in message
 
 
 def test_gradients_may_be_added_adaptively() -> None:

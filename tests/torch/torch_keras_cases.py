@@ -287,16 +287,22 @@ def gradients_of_other_variables_are_an_error() -> None:
     """As of layers that a rank skips at random."""
     rank = hvd.rank()
     variables = [keras.Variable(np.ones(2, np.float32), name=name) for name in ("shared", "first", "second")]
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
-    given = [torch.ones(2) if i in (0, 1 + rank) else None for i in range(len(variables))]
-    with raises(
-        RankMismatchError,
-        "'first' is on rank 0 and not on rank 1; 'second' is on rank 1 and not on rank 0",
-        "pass zeros for a variable that a rank does not use",
-    ):
-        optimizer.apply(given, variables)
-    optimizer.apply([torch.ones(2), None, torch.full((2,), rank + 1.0)], variables)
-    assert [variable.numpy()[0] for variable in variables] == [0.0, 1.0, -0.5]
+    for arguments in ({}, {"groups": [variables[:1]]}, {"num_groups": 3}):
+        for variable in variables:
+            variable.assign(np.ones(2, np.float32))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **arguments)
+        given = [torch.ones(2) if i in (0, 1 + rank) else None for i in range(len(variables))]
+        with raises(
+            RankMismatchError,
+            "'first' is on rank 0 and not on rank 1; 'second' is on rank 1 and not on rank 0",
+            "pass zeros for a variable that a rank does not use",
+        ):
+            optimizer.apply(given, variables)
+        given = [torch.ones(2) if i <= 1 + rank else None for i in range(len(variables))]
+        with raises(RankMismatchError, "'second' is on rank 1 and not on rank 0"):
+            optimizer.apply(given, variables)
+        optimizer.apply([torch.ones(2), None, torch.full((2,), rank + 1.0)], variables)
+        assert [variable.numpy()[0] for variable in variables] == [0.0, 1.0, -0.5]
 
 
 def local_layers_stay_on_their_rank() -> None:
