@@ -7,13 +7,16 @@ here every trained parameter is reduced in every step.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from polyhvd.torch.reducer import TorchExchange
+from polyhvd.torch.registry import hooked
 
-from polyhvd.errors import UnsupportedError
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.errors import InvalidArgumentError, UnsupportedError
 from polyhvd.training.drift import DriftCheck
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.options import Options
@@ -48,6 +51,36 @@ class MappedGradients:
         self.observers: list[Callable[[Tensor, Tensor], None]] = []
         #: ``step()`` reduces gradients, unless the program has done so.
         self.awaited_in_step = True
+        self._is_repeatable = options.op in (ReduceOp.Average, ReduceOp.Min, ReduceOp.Max)
+        owner = weakref.ref(self)
+
+        def note(parameter: Tensor) -> None:
+            gradients = owner()
+            if gradients is not None:
+                gradients._note_gradient()
+
+        for parameter in self._trained.values():
+            hooked(parameter, {"register_post_accumulate_grad_hook": note})
+
+    def _note_gradient(self) -> None:
+        """A backward pass has written a gradient, which is reduced in the next step."""
+        if self._are_reduced and not self._is_repeatable:
+            raise InvalidArgumentError(
+                "a gradient was computed again after its reduction; call step() or zero_grad() of the "
+                "optimizer before"
+            )
+        self._are_reduced = False
+
+    def check(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raise an error if the optimizer trains parameters that are not reduced."""
+        known = set(map(id, self._trained.values()))
+        found = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in known]
+        if found:
+            raise UnsupportedError(
+                f"mapping: the optimizer trains {len(found)} parameters, the first of shape "
+                f"{list(found[0].shape)}, that were added or unfrozen after DistributedOptimizer was made; "
+                "create the mapping and the optimizer after that"
+            )
 
     def synchronize(self) -> None:
         """Reduce the gradients, unless that was done since the last step."""
@@ -102,7 +135,8 @@ class MappedOptimizer(torch.optim.Optimizer):
         """Reduce the gradients, and update the parameters.
 
         Raises:
-            UnsupportedError: there is a closure, which ranks of other frameworks cannot call in step.
+            UnsupportedError: there is a closure, which ranks of other frameworks cannot call in step, or a
+                parameter was added or unfrozen.
             HorovodInternalError: a reduction failed.
         """
         if closure is not None:
@@ -110,6 +144,7 @@ class MappedOptimizer(torch.optim.Optimizer):
                 "step(closure) with a mapping: ranks of other frameworks do not compute gradients again "
                 "within a step; call backward() before step()"
             )
+        self._mapped.check(self.param_groups)
         if self._mapped.awaited_in_step:
             self._mapped.synchronize()
         result = super().step(*args, **kwargs)

@@ -183,7 +183,17 @@ def _share_overflows() -> None:
             if gradients.awaited_in_step:
                 gradients.synchronize()
             gradients.share_overflow()
-        return unscale(self, optimizer, *args, **kwargs)
+        if not isinstance(optimizer, MappedOptimizer):
+            return unscale(self, optimizer, *args, **kwargs)
+        mapped = optimizer._mapped
+        if mapped.awaited_in_step:
+            mapped.synchronize()
+        found = unscale(self, optimizer, *args, **kwargs)
+        # Fused optimizers are called in spite of an overflow, for others the scaler skips the step.
+        is_called = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not is_called and any(value.item() for value in found.values()):
+            mapped.end_step()
+        return found
 
     scaler._unscale_grads_ = unscale_shared
 
@@ -232,12 +242,12 @@ def distribute(
     trainable = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
     names = _checked_names(named_parameters, parameters)
     members = parameter_groups(parameters, trainable, options.grouping)
+    _share_overflows()
     if options.mapping is not None:
         return _in_class(optimizer, MappedOptimizer, "_mapped", MappedGradients(parameters, options))
     if options.op == ReduceOp.Adasum:
         return _in_class(optimizer, AdasumOptimizer, "_steps", Steps(options, members, names, parameters))
     gradients = Gradients(parameters, names, options, members)
-    _share_overflows()
     return _in_class(optimizer, _DistributedOptimizer, "_gradients", gradients)
 
 

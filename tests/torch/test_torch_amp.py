@@ -17,6 +17,15 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ritual: bool, overflow: i
 
 
 @pytest.mark.parametrize("ritual", [True, False], ids=["ritual", "no ritual"])
+def test_an_overflow_skips_the_step_on_all_ranks_of_a_mapping(ritual: bool) -> None:
+    cases.scaled_training(ritual, 1, mapped=True)
+
+
+def test_gradients_of_a_mapping_are_all_reduced() -> None:
+    cases.gradients_of_a_mapping_are_all_reduced()
+
+
+@pytest.mark.parametrize("ritual", [True, False], ids=["ritual", "no ritual"])
 def test_an_overflow_of_a_local_parameter_skips_the_step_on_all(ritual: bool) -> None:
     cases.scaled_training_with_a_local_parameter(ritual)
 

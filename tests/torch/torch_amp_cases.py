@@ -7,7 +7,10 @@ from typing import Any
 
 import polyhvd.torch as hvd
 import torch
-from torch_common import ROWS, Tensor, assert_close, assert_same_bits, batches, loss_of, model, own
+from torch_common import ROWS, Tensor, assert_close, assert_same_bits, batches, loss_of, model, own, raises
+
+from polyhvd import parity
+from polyhvd.errors import UnsupportedError
 
 STEPS = 4
 OVERFLOW_AT = 2
@@ -29,15 +32,18 @@ def _step(optimizer: Any, scaler: Any, ritual: bool) -> None:
     scaler.update()
 
 
-def scaled_training(ritual: bool, overflow: int | None) -> None:
+def scaled_training(ritual: bool, overflow: int | None, *, mapped: bool = False) -> None:
     module, oracle = model(), model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9),
+        mapping=parity.mapping(module, prefix="amp") if mapped else None,
+    )
     oracle_optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
     scaler = _scaler()
     for step, (x, y) in enumerate(batches(STEPS)):
         before = [p.detach().clone() for p in module.parameters()]
         overflows = overflow is not None and step == OVERFLOW_AT
-        optimizer.zero_grad()
+        (module if mapped else optimizer).zero_grad()
         loss = loss_of(module, own(x), own(y))
         if overflows and hvd.rank() == overflow:
             loss = loss * float("inf")
@@ -52,6 +58,27 @@ def scaled_training(ritual: bool, overflow: int | None) -> None:
     assert scaler.get_scale() == (1024.0 if overflow is None else 512.0)
     assert_close(module, oracle)
     assert_same_bits([p.detach() for p in module.parameters()])
+
+
+def gradients_of_a_mapping_are_all_reduced() -> None:
+    """Those that were computed after a reduction, too. Other parameters that the optimizer has are an error."""
+    module, (x, y) = model(), batches(1)[0]
+    module[0].bias.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1), mapping=parity.mapping(module, prefix="mapped")
+    )
+    for _ in range(2):
+        loss_of(module, own(x), own(y)).backward()
+        optimizer.synchronize()
+    optimizer.step()
+    assert_same_bits(module)
+    module[0].bias.requires_grad_(True)
+    with raises(UnsupportedError, "trains 1 parameters, the first of shape [7]"):
+        optimizer.step()
+    module[0].bias.requires_grad_(False)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    with raises(UnsupportedError, "the first of shape [3]"):
+        optimizer.step()
 
 
 def scaled_training_with_a_local_parameter(ritual: bool) -> None:
