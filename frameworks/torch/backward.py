@@ -83,6 +83,7 @@ class Gradients(Section):
         self.number = _registry.number(self, options.process_set)
         self._prefix = f"{_PREFIX}.{self.number}"
         self._parameters: list[Tensor] = []
+        self._known: set[int] = set()  # identities of these
         self._local: set[int] = set()  # those whose gradients stay on this rank
         # Groups become complete one by one, and are kept here.
         self._reducer = GradientReducer(
@@ -145,9 +146,20 @@ class Gradients(Section):
                 raise InvalidArgumentError("a lazy parameter has no shape yet; run the model once first")
             position = len(self._parameters)
             self._parameters.append(parameter)
+            self._known.add(id(parameter))
             self._passes.append(0)
             self.place.size += 1
             _registry.take(parameter, self, position)
+
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Raise an error if an optimizer has parameters whose gradients are not reduced."""
+        for number, group in enumerate(groups):
+            if not self._known.issuperset(map(id, group["params"])):
+                raise InvalidArgumentError(
+                    f"param_groups[{number}] of the optimizer has parameters that replace those for which "
+                    "DistributedOptimizer was made, and whose gradients are not reduced; create a new "
+                    "optimizer, and wrap it"
+                )
 
     def hand_over(self, position: int, newer: Gradients, its_position: int) -> None:
         """Let a newer optimizer that has a parameter of this one, too, reduce its gradients for both."""

@@ -133,8 +133,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         With a closure, each of its gradients is reduced, and so is its loss: the optimizer gets the average
         of the ranks' losses (their sum with ``op=Sum``), the same on every rank. A rank whose closure returns
         None counts as one whose loss is zero. Every rank of the process set passes a closure, or none does.
+
+        Raises:
+            InvalidArgumentError: ``param_groups`` has parameters that ``add_param_group()`` has not added.
+            HorovodInternalError: a reduction failed.
         """
         gradients = self._own_gradients()
+        gradients.check(self.param_groups)
         self._opt_called = True  # torch's schedulers look at it
         closure = args[0] if args else kwargs.get("closure")
         if callable(closure):

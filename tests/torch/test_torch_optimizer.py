@@ -151,6 +151,10 @@ def test_parameter_groups_added_later_are_reduced() -> None:
     cases.groups_added_later_are_reduced()
 
 
+def test_replaced_parameters_are_an_error() -> None:
+    cases.replaced_parameters_are_an_error()
+
+
 def test_a_shared_parameter_is_reduced_once() -> None:
     cases.shared_parameters_are_reduced_once()
 

@@ -61,7 +61,7 @@ def scaled_training(ritual: bool, overflow: int | None, *, mapped: bool = False)
 
 
 def gradients_of_a_mapping_are_all_reduced() -> None:
-    """Those that were computed after a reduction, too. Other parameters that the optimizer has are an error."""
+    """Those that were computed after a reduction, too. Parameters of later on are an error."""
     module, (x, y) = model(), batches(1)[0]
     module[0].bias.requires_grad_(False)
     optimizer = hvd.DistributedOptimizer(

@@ -492,6 +492,17 @@ def groups_added_later_are_reduced() -> None:
     assert_same_bits(module)
 
 
+def replaced_parameters_are_an_error() -> None:
+    """As by a program that resizes a layer and puts its new weight into the optimizer."""
+    module = model()
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()))
+    replaced = torch.nn.Parameter(module[2].weight.detach().clone())
+    module[2].weight = optimizer.param_groups[0]["params"][2] = replaced
+    loss_of(module, *map(own, batches(1)[0])).backward()
+    with raises(hvd.InvalidArgumentError, "param_groups[0] of the optimizer has parameters that replace"):
+        optimizer.step()
+
+
 class Tied(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
