@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from polyhvd.data.columns import require_unmasked
 from polyhvd.data.loader import Batch, Iteration, Loader
 
 __all__ = ["Batches"]
@@ -30,7 +31,7 @@ class Batches(ABC):
         sample_weight: the column of the weights of rows.
 
     Raises:
-        ValueError: an argument is of no use; or, in the loop, a batch has no such column.
+        ValueError: an argument is of no use; or, in the loop, a batch has no such column, or masked entries.
     """
 
     def __init__(self, loader: Loader, x: Any = None, y: Any = None, sample_weight: Any = None) -> None:
@@ -79,6 +80,8 @@ class Batches(ABC):
 
     def _selected(self, arrays: Any) -> Any:
         if self._columns["x"] is None:
+            for name in _names(arrays):
+                mapped(partial(require_unmasked, f"Batches: column {name!r}"), arrays[name])
             return arrays
         return tuple(
             mapped(partial(_found, arrays, name), columns)
@@ -134,4 +137,5 @@ def _found(arrays: Any, argument: str, column: Any) -> Any:
     names = _names(arrays)
     if column not in names:
         raise ValueError(f"Batches({argument}={column!r}): there is no such column; expected one of {names}")
+    mapped(partial(require_unmasked, f"Batches({argument}={column!r}): the column"), arrays[column])
     return arrays[column]

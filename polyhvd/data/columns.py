@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,16 @@ import numpy.typing as npt
 
 from polyhvd.data import images
 
-__all__ = ["Column", "NullsError", "array_of", "arrow_of", "columns_of", "described", "require_pyarrow"]
+__all__ = [
+    "Column",
+    "NullsError",
+    "array_of",
+    "arrow_of",
+    "columns_of",
+    "described",
+    "require_pyarrow",
+    "require_unmasked",
+]
 
 #: In the metadata of a field of type FixedSizeBinary: the shape of a row as a JSON list, and NumPy's name
 #: of its dtype.
@@ -304,7 +313,10 @@ class Column:
 
         try:
             if self._bytes_dtype is not None:
-                return None, np.asarray(value, self._bytes_dtype)
+                element = np.asarray(value).astype(self._bytes_dtype)
+                if element.dtype.kind in "biu" and not np.array_equal(element, value):
+                    raise ValueError(f"{element.dtype.name} cannot hold it")
+                return None, element
             scalar = pa.scalar(value, self._plain_type)
             if pa.types.is_integer(self._plain_type) and scalar.as_py() != value:
                 raise ValueError("it is not an integer")
@@ -335,6 +347,15 @@ class Column:
         return values.reshape(rows, *self._stored_shape).astype(dtype.newbyteorder("="), copy=False)
 
 
+def require_unmasked(named: str, values: Any) -> None:
+    """Raise ValueError if values are an array with masked entries, whose mask a conversion would drop."""
+    if isinstance(values, np.ma.MaskedArray) and bool(np.any(values.mask)):
+        raise ValueError(
+            f"{named} has masked entries, which are not values; fill them with .filled(), or leave out "
+            "their rows"
+        )
+
+
 def array_of(named: str, values: Any) -> npt.NDArray[Any]:
     """Return values as an array of NumPy.
 
@@ -343,9 +364,11 @@ def array_of(named: str, values: Any) -> npt.NDArray[Any]:
         values: an array, or what can be made one.
 
     Raises:
-        ValueError: rows have different shapes; or an integer of a list would be rounded: NumPy makes float64
-            of integers of which only some are above 2**63.
+        ValueError: rows have different shapes; there are masked entries; or an integer of a list would be
+            rounded: NumPy makes float64 of integers of which only some are above 2**63.
     """
+    for value in values if isinstance(values, (list, tuple)) else [values]:
+        require_unmasked(named, value)
     try:
         array: npt.NDArray[Any] = np.asarray(values)
     except ValueError as error:
@@ -353,14 +376,23 @@ def array_of(named: str, values: Any) -> npt.NDArray[Any]:
             f"{named} has rows of different shapes ({error}); pass lists of different lengths as "
             "pyarrow.array(lists)"
         ) from error
-    if array.dtype == np.float64 and array.ndim == 1 and isinstance(values, (list, tuple)):
-        for value in values:
-            if isinstance(value, (int, np.integer)) and int(float(value)) != value:
+    if array.dtype == np.float64 and isinstance(values, (list, tuple)):
+        for value in _integers_in(values):
+            if int(float(value)) != value:
                 raise ValueError(
                     f"{named} has the integer {value}, which float64 would round, and other values for which "
                     "NumPy selects float64; pass an array whose dtype suits all of them, such as np.uint64"
                 )
     return array
+
+
+def _integers_in(values: Iterable[Any]) -> Iterator[Any]:
+    """The integers of nested lists."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _integers_in(value)
+        elif isinstance(value, (int, np.integer)):
+            yield value
 
 
 def arrow_of(name: str, values: Any, *, as_bytes: bool) -> tuple[Any, Any]:
@@ -379,10 +411,6 @@ def arrow_of(name: str, values: Any, *, as_bytes: bool) -> tuple[Any, Any]:
 
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return pa.field(name, values.type), values
-    if isinstance(values, np.ma.MaskedArray) and bool(np.any(values.mask)):
-        raise ValueError(
-            f"column {name!r} has masked entries, which are not values; fill them with .filled()"
-        )
     array = array_of(f"column {name!r}", values)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.ndim == 0:

@@ -66,7 +66,7 @@ class ElasticSampler:
 
             sampler.set_epoch(epoch)
         """
-        at_least(0, "epoch", epoch)
+        epoch = at_least(0, "epoch", epoch)
         if epoch != self.epoch:
             self.epoch = epoch
             self.processed_num = 0

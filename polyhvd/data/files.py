@@ -106,7 +106,8 @@ class ParquetFiles:
             )
         named = None if format is None else format_of(format)
         suffixes = SUFFIXES if named is None else named.suffixes
-        found = listed(source, suffixes, filesystem, read_attempts, read_timeout_s)
+        #: Paths that are left out, since they lead to files that have other paths in the source.
+        found, self.links = listed(source, suffixes, filesystem, read_attempts, read_timeout_s)
         self.format = named or format_by_suffix([file for file, _ in found])
         self.skips = skips
         self._filter = filter

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from polyhvd.data.columns import Column
+from polyhvd.data.columns import Column, require_unmasked
 from polyhvd.data.files import ParquetFiles
 from polyhvd.data.images import ImageError
 from polyhvd.data.order import Indices
@@ -148,7 +148,9 @@ class Finishing:
     def _row(self, column: Column, data: Any, index: int) -> npt.NDArray[Any]:
         assert column.decoder is not None
         try:
-            return np.asarray(column.decoder(data))
+            row = column.decoder(data)
+            require_unmasked("the result of decode=", row)
+            return np.asarray(row)
         except ImageError as error:
             raise DataError(f"{self._where(column, index)} cannot be decoded: {error}") from error
         except Exception as error:

@@ -25,6 +25,8 @@ from polyhvd.errors import DataError
 __all__ = ["SUFFIXES", "Footer", "Format", "ParquetFormat", "TextFormat", "format_by_suffix", "format_of"]
 
 _BLOCK_BYTES = 1 << 20
+#: Of a block: pyarrow takes the size of a block of text, which has to be larger, as an int32.
+_BLOCK_MAX = (1 << 31) - 2
 #: Handing a smaller row group to Arrow's threads takes longer than reading it. Several are read at a time.
 _THREADED_BYTES = 8 << 20
 _CONVERT_OPTIONS = (
@@ -347,16 +349,25 @@ class TextFormat(Format):
     _may_lack_columns = False
     _cure = "write them as strings, or the whole column with a decimal point if it may be rounded"
     _type_cure = "write all values of a column with the same type"
+    _size_cure = "write each object on a separate line"
     groups = "blocks"
 
     def _blocks(self, source: Any) -> Iterator[bytes]:
-        waiting = b""
-        while more := source.read(max(_BLOCK_BYTES, len(waiting))):  # twice as much until a row ends
+        import pyarrow as pa
+
+        waiting, begin = b"", 0
+        # Twice as much is read until a row ends.
+        while more := source.read(min(max(_BLOCK_BYTES, len(waiting)), _BLOCK_MAX - len(waiting))):
             waiting += more
             end = self._last_end(waiting)
             if end:
                 yield waiting[:end]
-                waiting = waiting[end:]
+                waiting, begin = waiting[end:], begin + end
+            elif len(waiting) == _BLOCK_MAX:
+                raise pa.ArrowInvalid(
+                    f"the block of text that begins at byte {begin} has not ended after {_BLOCK_MAX} bytes, "
+                    f"the most that pyarrow can parse at once; {self._size_cure}"
+                )
         if waiting:
             yield waiting
 
@@ -456,6 +467,11 @@ class _CsvFormat(TextFormat):
         "pass format=pyarrow.dataset.CsvFileFormat(...) with ConvertOptions(column_types=...) for this column"
     )
     _cure = f"{_type_cure}, such as uint64, string, or float64 if it may be rounded"
+    _size_cure = (
+        "with ParseOptions(escape_char=...) a whole file is one block: split the file, or double the quotes "
+        "within quoted fields and omit escape_char; without it, look for a quote that is not closed, or pass "
+        "ParseOptions(quote_char=False) if fields are not quoted"
+    )
 
 
 def _quoted_parts(delimiter: bytes, quote: bytes, is_doubled: bool) -> re.Pattern[bytes]:

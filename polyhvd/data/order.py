@@ -374,7 +374,7 @@ class Order:
         Raises:
             ValueError: a run leaves its stream, or the epoch is negative.
         """
-        at_least(0, "epoch", epoch)
+        epoch = at_least(0, "epoch", epoch)
         for stream, first, count in runs:
             if not (0 <= stream < self.streams and first >= 0 and first + count <= self.length(stream)):
                 raise ValueError(f"{Run(stream, first, count)} leaves the rows of the {self.streams} streams")
@@ -475,11 +475,12 @@ def _spread(count: int) -> list[int]:
 
 
 def at_least(least: int, name: str, value: int) -> int:
-    """An argument that has to be an integer of at least ``least``; raises ValueError otherwise."""
+    """An integer argument of at least ``least`` and at most 63 bits; raises ValueError otherwise."""
     try:
         number = value.__index__()
     except AttributeError:
         number = least - 1
     if number < least or number > sys.maxsize:
-        raise ValueError(f"{name} is {value!r}; it has to be an integer of at least {least}")
+        limit = f" and at most {sys.maxsize}" if number > sys.maxsize else ""
+        raise ValueError(f"{name} is {value!r}; it has to be an integer of at least {least}{limit}")
     return number

@@ -254,6 +254,9 @@ class FileLoader(Loader):
             f"{stored / _MIB:,.1f} MiB before compression",
             f"columns: {names}; about {self._row_bytes:,.0f} bytes a row",
         ]
+        if links := files.links:
+            count = f"{len(links):,} linked path{'s' * (len(links) > 1)}"
+            lines.append(f"left out: {count} of files that the source contains anyway, such as {links[0]}")
         if groups:
             if order.shuffle:
                 lines += self._describe_shuffling()

@@ -162,7 +162,7 @@ class Position:
             for epoch in range(10):
                 loader.set_epoch(epoch)
         """
-        at_least(0, "epoch", epoch)
+        epoch = at_least(0, "epoch", epoch)
         if epoch != self._epoch:
             self._move(epoch, 0)
         self._is_asked_again |= self._used

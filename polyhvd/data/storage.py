@@ -11,6 +11,7 @@ import glob
 import logging
 import os
 import re
+import stat
 import threading
 import time
 from collections import Counter
@@ -518,8 +519,11 @@ def listed(
     filesystem: Any = None,
     attempts: int = 1,
     timeout_s: float = TIMEOUT_S,
-) -> list[tuple[StoredFile, dict[str, str | None]]]:
-    """The files of a source, and the values of the folders ``name=value`` that they are in.
+) -> tuple[list[tuple[StoredFile, dict[str, str | None]]], list[str]]:
+    """List the files of a source.
+
+    If a folder or pattern has several paths of a local file, because of links to it or to its folder, the
+    file is listed once.
 
     Args:
         source: as of :class:`polyhvd.data.ParquetLoader`.
@@ -528,6 +532,10 @@ def listed(
         attempts: how often a read of a remote file system is tried.
         timeout_s: how long one may take, with all attempts.
 
+    Returns:
+        The files, with the values of the folders ``name=value`` that they are in; and the paths that are left
+        out, because they lead to one of the files.
+
     Raises:
         ValueError: a file is named twice, or a URI is of no use.
         DataError: there are no files.
@@ -535,34 +543,44 @@ def listed(
     import pyarrow as pa
 
     given = [source] if isinstance(source, (str, os.PathLike)) else list(source)
-    found = []
+    found: _Files = []
+    links: list[str] = []
     for item in given:
         storage, path = storage_of(item, filesystem, attempts, timeout_s)
         name = storage.name(path)
         try:
-            found += (_remote_files if storage.is_remote else _local_files)(storage, path, name, suffixes)
+            if storage.is_remote:
+                found += _remote_files(storage, path, name, suffixes)
+            else:
+                found += _local_files(storage, path, name, suffixes, links)
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{name!r} cannot be listed: {error}") from error
     if not found:
         raise DataError("source is an empty list; expected at least one file")
-    counts = Counter(file.absolute for file, _ in found)
-    path, times = counts.most_common(1)[0]
-    if times > 1:
-        raise ValueError(
-            f"source contains the file {path} {times} times; its rows would be read that many times"
+    if len(given) > 1:
+        folders: dict[str, str] = {}
+        counts = Counter(
+            file.absolute if file.storage.is_remote else _canonical(file.path, folders) for file, _ in found
         )
-    return found
+        path, times = counts.most_common(1)[0]
+        if times > 1:
+            raise ValueError(
+                f"source contains the file {path} {times} times, by its path or by links; its rows would be "
+                "read that many times"
+            )
+    return found, links
 
 
 _Files = list[tuple[StoredFile, dict[str, str | None]]]
 
 
-def _local_files(storage: Storage, path: str, name: str, suffixes: Sequence[str]) -> _Files:
+def _local_files(storage: Storage, path: str, name: str, suffixes: Sequence[str], links: list[str]) -> _Files:
     root = Path(path)
     if (root / delta.LOG).is_dir():
         return _delta_files(storage, path)
     if root.is_dir():
-        found = sorted(file for file in _walked(root) if _is_data(file.relative_to(root).parts, suffixes))
+        walked = _walked(str(root), str(root))
+        found = {p: linked for p, linked in walked if _is_data(p.relative_to(root).parts, suffixes)}
         if not found:
             raise DataError(f"the folder {name!r} has no files that end in {', '.join(suffixes)}")
     elif root.exists() or not glob.has_magic(path):
@@ -571,11 +589,43 @@ def _local_files(storage: Storage, path: str, name: str, suffixes: Sequence[str]
         parts = path.split("/")
         first = next(number for number, part in enumerate(parts) if glob.has_magic(part))
         above = "/".join(parts[:first]) or ("/" if first else "")
-        found = sorted(map(Path, set(_matching(above, parts[first:]))))
+        found = {Path(p): linked for p, linked in _matching(above, parts[first:])}
         if not found:
             raise DataError(f"no file matches {name!r}")
         root = Path(above)
-    return [(StoredFile(storage, str(p)), _partitions_in(p.relative_to(root).parts)) for p in found]
+    return [
+        (StoredFile(storage, str(p)), _partitions_in(p.relative_to(root).parts)) for p in _once(found, links)
+    ]
+
+
+def _once(found: dict[Path, bool], links: list[str]) -> list[Path]:
+    """Return one path of each file, sorted.
+
+    Args:
+        found: paths of files, and whether there is a link in each. Without links nothing is looked up.
+        links: gets the paths that are left out.
+    """
+    kept = sorted(path for path, linked in found.items() if not linked)
+    if len(kept) < len(found):
+        folders: dict[str, str] = {}
+        known = {_canonical(str(path), folders) for path in kept}
+        for path in sorted(found.keys() - kept):
+            if (file := _canonical(str(path), folders)) in known:
+                links.append(str(path))
+            else:
+                known.add(file)
+                kept.append(path)
+        kept.sort()
+    return kept
+
+
+def _canonical(path: str, folders: dict[str, str]) -> str:
+    """Return the absolute path of a file without links; ``folders`` keeps those of folders."""
+    folder, name = os.path.split(path)
+    if folder not in folders:
+        folders[folder] = os.path.realpath(folder)
+    path = os.path.join(folders[folder], name)
+    return os.path.realpath(path) if os.path.islink(path) else path
 
 
 def _delta_files(storage: Storage, path: str) -> _Files:
@@ -597,14 +647,20 @@ def _delta_files(storage: Storage, path: str) -> _Files:
 
 
 def _matching(
-    folder: str, pattern: Sequence[str], above: frozenset[tuple[int, int]] = frozenset()
-) -> Iterator[str]:
-    """The files below a folder that match a pattern, as ``glob.glob`` finds them.
+    folder: str,
+    pattern: Sequence[str],
+    above: frozenset[tuple[int, int]] = frozenset(),
+    *,
+    linked: bool = False,
+) -> Iterator[tuple[str, bool]]:
+    """The files below a folder that match a pattern, as ``glob.glob`` finds them, each with whether the part
+    of its path that the pattern matches has a link.
 
     Args:
         folder: its path; empty: the current one.
         pattern: its parts.
         above: the folders that a "**" at its beginning has entered, which a link may lead back to.
+        linked: whether the pattern has led to the folder through a link.
 
     Raises:
         OSError: a folder that the pattern leads to cannot be read.
@@ -612,11 +668,12 @@ def _matching(
     first, rest = pattern[0], pattern[1:]
     if not glob.has_magic(first):
         path = os.path.join(folder, first)
-        if _is_there(path) and (not rest or os.path.isdir(path)):
+        if (mode := _mode(path)) and (not rest or os.path.isdir(path)):
+            linked = linked or stat.S_ISLNK(mode)
             if rest:
-                yield from _matching(path, rest)
+                yield from _matching(path, rest, linked=linked)
             elif not os.path.isdir(path):
-                yield path
+                yield path, linked
         return
     if first == "**":
         found = os.stat(folder or ".")
@@ -624,44 +681,50 @@ def _matching(
             return
         above |= {(found.st_dev, found.st_ino)}
         if rest:
-            yield from _matching(folder, rest)
+            yield from _matching(folder, rest, linked=linked)
     with os.scandir(folder or ".") as entries:
-        names = [(entry.name, entry.is_dir()) for entry in entries]
-    for name, is_folder in names:
+        names = [(entry.name, entry.is_dir(), linked or entry.is_symlink()) for entry in entries]
+    for name, is_folder, is_linked in names:
         path = os.path.join(folder, name)
         is_hidden = name.startswith(".") and not first.startswith(".")
         if is_hidden or (first != "**" and not fnmatchcase(name, first)):
             continue
         if first == "**" and is_folder:
-            yield from _matching(path, pattern, above)
+            yield from _matching(path, pattern, above, linked=is_linked)
         elif is_folder and rest:
-            yield from _matching(path, rest)
+            yield from _matching(path, rest, linked=is_linked)
         elif not is_folder and not rest:
-            yield path
+            yield path, is_linked
 
 
-def _is_there(path: str) -> bool:
-    """Return whether there is such a file, or link; raises OSError if that cannot be looked up."""
+def _mode(path: str) -> int:
+    """Return the mode of a file, or link; 0 if there is none; raises OSError if it cannot be looked up."""
     try:
-        os.lstat(path)
+        return os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        return 0
 
 
-def _walked(root: Path) -> Iterator[Path]:
-    """The files of a folder; one within it that cannot be read is an error, unless it is left out anyway."""
+def _walked(root: str, folder: str) -> Iterator[tuple[Path, bool]]:
+    """The files of a folder in a source, each with whether it is a link.
 
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for folder, folders, files in os.walk(root, onerror=refuse):
-        if delta.LOG in folders:
-            raise DataError(
-                f"{folder!r} within {str(root)!r} is a Delta table; pass its path itself as a source"
-            )
-        folders[:] = [name for name in folders if not name.startswith(_LEFT_OUT)]
-        yield from (Path(folder, file) for file in files)
+    Raises:
+        OSError: a folder within it cannot be read, and is not left out anyway.
+        DataError: a folder is a Delta table.
+    """
+    with os.scandir(folder) as entries:
+        found = list(entries)  # whose types are known without looking up each file
+    for entry in found:
+        try:
+            is_folder = entry.is_dir()
+        except OSError:  # a link to itself
+            is_folder = False
+        if not is_folder:
+            yield Path(entry.path), entry.is_symlink()
+        elif entry.name == delta.LOG:
+            raise DataError(f"{folder!r} within {root!r} is a Delta table; pass its path itself as a source")
+        elif not entry.is_symlink() and not entry.name.startswith(_LEFT_OUT):
+            yield from _walked(root, entry.path)
 
 
 def _remote_files(storage: Storage, path: str, name: str, suffixes: Sequence[str]) -> _Files:

@@ -95,6 +95,21 @@ def a_column_that_is_not_there_is_named(make: Any, loader: Any) -> None:
     assert raised == "Batches(y='z'): there is no such column; expected one of ['x', 'y', 'w']"
 
 
+def masked_entries_are_an_error(make: Any, folder: Path) -> None:
+    def mask(batch: dict[str, Any]) -> Any:
+        return {"x": np.ma.masked_greater_equal(batch["y"], 0), "y": batch["y"]}
+
+    for loader in (ArrayLoader(mask(COLUMNS), batch_size=4), make_loader("files", folder, transform=mask)):
+        for columns, named in (({}, "Batches: column 'x'"), ({"x": "x"}, "Batches(x='x'): the column")):
+            raised = ""
+            try:
+                for _ in make(loader, **columns):
+                    pass
+            except ValueError as error:
+                raised = str(error)
+            assert raised.startswith(f"{named} has masked entries, which are not values; fill them"), raised
+
+
 def an_error_of_a_transform_is_raised_in_the_loop(make: Any, folder: Path) -> None:
     def fail(batch: dict[str, Any]) -> Any:
         raise StopError

@@ -149,6 +149,16 @@ def test_epochs_follow_each_other_in_orders_of_their_own() -> None:
     assert [batch.indices.tolist() for batch in again] == [epochs[1]]
 
 
+def test_epochs_can_be_integers_of_numpy() -> None:
+    for seed in range(20):
+        loader, other = alone(9, seed=seed), alone(9, seed=seed)
+        loader.set_epoch(np.int64(3))  # type: ignore[arg-type]
+        other.set_epoch(3)
+        rows = [[batch.indices.tolist() for batch in each] for each in (loader, other)]
+        assert rows[0] == rows[1]
+        assert {type(value) for value in loader.state_dict().values()} == {int}
+
+
 def test_set_epoch_leaves_a_restored_position_alone() -> None:
     loader = alone(12)
     seen = [batch.indices.tolist() for batch in loader]
@@ -231,6 +241,9 @@ def test_no_rank_takes_itself_for_a_world_of_one() -> None:
         ([np.arange(3)], {"batch_size": 1, "placement": (0, 1)}, "has to be a function"),
         (np.arange(3), {"batch_size": 1}, r"put it into a list"),
         ([[5, 2**63 + 1]], {"batch_size": 1}, "column 0 of arrays has the integer 9223372036854775809"),
+        ([[[5, 2**63 + 1]]], {"batch_size": 1}, "column 0 of arrays has the integer 9223372036854775809"),
+        ([[np.ma.masked_equal([1, 2], 2)]], {"batch_size": 1}, "column 0 of arrays has masked entries"),
+        ([np.arange(3)], {"batch_size": 1, "seed": 2**64}, "seed is 18446744073709551616; .* and at most"),
     ],
 )
 def test_bad_arguments_are_refused(arrays: object, options: dict[str, object], message: str) -> None:

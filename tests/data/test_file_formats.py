@@ -278,6 +278,32 @@ def test_text_in_which_no_block_ends_is_read_in_ever_larger_parts() -> None:
     assert source.reads <= 10  # of 200 bytes, 200, 400, 800 and so on
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "format", "cure"),
+    [
+        (
+            "x.csv",
+            'a,b\n"n\\"",1\n' * 60,
+            dataset.CsvFileFormat(csv.ParseOptions(escape_char="\\")),
+            r"with ParseOptions\(escape_char=\.\.\.\) a whole file is one block: split the file",
+        ),
+        ("x.csv", 'a,b\n"n,1\n' + "x,2\n" * 150, "csv", "look for a quote that is not closed"),
+        ("x.jsonl", '{"x": 1}, ' * 60, "json", "write each object on a separate line"),
+    ],
+)
+def test_block_of_text_that_is_too_large_for_pyarrow_is_an_error_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, format: Any, cure: str
+) -> None:
+    largest = formats._BLOCK_MAX
+    csv.ReadOptions(block_size=largest + 1)
+    with pytest.raises(OverflowError):
+        csv.ReadOptions(block_size=largest + 2)
+    monkeypatch.setattr(formats, "_BLOCK_MAX", 500)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=rf"{name} cannot .* at byte \d+ has not ended after 500 .*{cure}"):
+        loader_of(tmp_path, format=format)
+
+
 #: Fields as CSV files have them: with quotes within, quoted, and with text after the quoted part.
 _FIELD = st.one_of(
     st.text('x"', max_size=4).map(lambda text: f"n{text}"),

@@ -553,6 +553,17 @@ def test_nulls_are_an_error_or_are_filled(
     assert one_batch(values, tmp_path, fill_null={"x": fill}).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("uint8", -1), ("uint8", 300), ("int32", 1.5), ("int32", 2**31), ("bool", 2)]
+)
+def test_value_that_bytes_of_a_dtype_cannot_hold_is_refused(dtype: str, value: Any) -> None:
+    shape = [4 // np.dtype(dtype).itemsize]
+    field = pa.field("x", pa.binary(4), metadata={"shape": str(shape), "dtype": dtype})
+    with pytest.raises(ValueError, match=rf"fill_null={value} does not fit .*: {dtype} cannot hold it"):
+        Column(field, value)
+    assert Column(field, 1).shape == tuple(shape)
+
+
 def test_null_lists_are_filled_where_arrow_has_them() -> None:
     """It cannot read them from files."""
     lists = pa.list_(pa.list_(pa.int32(), 2), 1)
@@ -756,9 +767,37 @@ def test_pattern_finds_what_glob_finds(tmp_path: Path, monkeypatch: pytest.Monke
         *("./*.pq", "d/../*.pq", "d//e/*.pq", "**/e/*.pq", "**/**/a.pq", "*/**/a.pq"),
     ):
         for prefix in ("", f"{tmp_path}/"):
-            expected = {path for path in glob.glob(prefix + pattern, recursive=True) if os.path.isfile(path)}
-            found = storage.listed(prefix + pattern, [])
-            assert {os.path.normpath(file.path) for file, _ in found} == set(map(os.path.normpath, expected))
+            paths = [path for path in glob.glob(prefix + pattern, recursive=True) if os.path.isfile(path)]
+            found, links = storage.listed(prefix + pattern, [])
+            read = {os.path.normpath(file.path) for file, _ in found}
+            assert read | set(map(os.path.normpath, links)) == set(map(os.path.normpath, paths))
+            assert sorted(map(os.path.realpath, read)) == sorted(set(map(os.path.realpath, paths)))
+
+
+def test_file_that_links_lead_to_is_read_once(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    written(folder, [[9], [5]])
+    link, other, outside = (folder / f"{name}.parquet" for name in ("-link", "link", "outside"))
+    link.symlink_to("0000.parquet")
+    other.symlink_to(folder / "0000.parquet")
+    write_parquet({"x": [14], "name": ["row 14"]}, tmp_path / "x.parquet")
+    outside.symlink_to(tmp_path / "x.parquet")
+    (tmp_path / "linked").symlink_to(folder, target_is_directory=True)
+    for source, left_out, first in (
+        (folder, "2 linked paths", link),
+        (folder / "*.parquet", "2 linked paths", link),
+        (tmp_path / "*" / "*.parquet", "7 linked paths", link),
+        (tmp_path / "linked", "2 linked paths", tmp_path / "linked" / link.name),
+    ):
+        loader = loader_of(source, shuffle=False)
+        assert [x for batch in loader for x in batch["x"].tolist()] == list(range(15))
+        text = f"left out: {left_out} of files that the source contains anyway, such as {first}"
+        assert text in loader.describe().splitlines()
+    assert "left out" not in loader_of([folder / "0000.parquet", outside]).describe()
+    for source in ([folder / "0000.parquet", link], [outside, tmp_path / "x.parquet"], [folder, link]):
+        with pytest.raises(ValueError, match=r"source contains the file .*\.parquet 2 times, by its path or"):
+            loader_of(source)
 
 
 def test_link_back_to_a_folder_above_is_entered_once(tmp_path: Path) -> None:

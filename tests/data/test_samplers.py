@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from depth import repeats  # tests/harness, on the path by tests/conftest.py
 from hypothesis import given, settings
@@ -197,8 +198,9 @@ def test_set_epoch_forgets_only_another_epoch(placed: Placed) -> None:
     sampler.record_batch(0, 5)
     sampler.set_epoch(0)
     assert sampler.state_dict() == {"epoch": 0, "processed_num": 5}
-    sampler.set_epoch(1)
+    sampler.set_epoch(np.int64(1))  # type: ignore[arg-type]
     assert sampler.state_dict() == {"epoch": 1, "processed_num": 0}
+    assert type(sampler.epoch) is int
     second = list(sampler)
     assert first != second
     assert sorted(first) == sorted(second) == list(range(20))

@@ -47,6 +47,10 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     cases.a_column_that_is_not_there_is_named(Batches, cases.make_loader("arrays", tmp_path))
 
 
+def test_masked_entries_are_an_error(tmp_path: Path) -> None:
+    cases.masked_entries_are_an_error(Batches, tmp_path)
+
+
 def test_an_error_of_a_transform_is_raised_in_the_loop(tmp_path: Path) -> None:
     cases.an_error_of_a_transform_is_raised_in_the_loop(Batches, tmp_path)
 

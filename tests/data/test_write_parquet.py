@@ -154,6 +154,7 @@ def test_failed_write_leaves_the_former_file_and_nothing_else(tmp_path: Path) ->
         ({"x": 1}, {}, "column 'x' is a single value"),
         ({"x": np.ma.masked_equal([1, 2], 2)}, {}, "column 'x' has masked entries"),
         ({"x": np.ma.masked_equal([[1], [2]], 2)}, {}, "column 'x' has masked entries"),
+        ({"x": [np.ma.masked_equal([1, 2], 2)]}, {}, "column 'x' has masked entries"),
         ({"x": [5, 2**63 + 1]}, {}, "column 'x' has the integer 9223372036854775809, which"),
         ({"x": [2**64, None]}, {}, "column 'x' of dtype object .* cannot be written: "),
         ({"x": [[1], [2, 3]]}, {}, r"column 'x' has rows of different shapes .* pyarrow.array\(lists\)"),
