@@ -287,6 +287,8 @@ class ParquetFiles:
             names = first.names
             if not names:
                 raise DataError(f"{self.files[0]} has no columns; remove it, or do not name it as a source")
+        if not isinstance(names, str):
+            names = list(names)
         if isinstance(names, str) or not names:
             raise ValueError(f"columns is {names!r}; expected a list of names, or None for all columns")
         if twice := [name for name, count in Counter(names).items() if count > 1]:

@@ -393,7 +393,7 @@ def test_folders_of_partitions_are_columns(tmp_path: Path, pattern: str) -> None
 
 
 def test_partitions_can_be_the_only_columns(tmp_path: Path) -> None:
-    loader = loader_of(partitioned(tmp_path), columns=["year"])
+    loader = loader_of(partitioned(tmp_path), columns=iter(["year"]))
     assert Counter(year for batch in loader for year in batch["year"].tolist()) == {2024: 10, 2025: 20}
 
 
