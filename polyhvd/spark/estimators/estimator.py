@@ -24,7 +24,7 @@ from polyhvd.spark.estimators.model import FrameworkModel
 from polyhvd.spark.estimators.params import ESTIMATORS, without_effect
 from polyhvd.spark.estimators.preparing import Rows, write
 from polyhvd.spark.estimators.saving import Persistent
-from polyhvd.spark.estimators.training import Job, Trainer, work
+from polyhvd.spark.estimators.training import Job, Trainer, groups_of, work
 from polyhvd.spark.store import FilesystemStore
 
 __all__ = ["FrameworkEstimator", "per_column", "shapes_of"]
@@ -141,6 +141,9 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         run = {**self._identity(), "checksum": checksum}
         found, epochs = self._found(run_id), self.getOrDefault("epochs")
         if found is not None:
+            if checksum is None:  # files that fit() has not written
+                parts = filter(None, (train, validation))
+                run = {**run, "files": [groups_of(rows, tuple(types)) for rows in parts]}
             found.require(run, run_id)
             if found.epochs < epochs <= found.ended_epochs:
                 _LOG.warning(
@@ -158,7 +161,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                     validation=validation,
                     columns=tuple(types),
                     params={name: self.getOrDefault(name) for name in _OF_RANKS},
-                    run=run,
+                    run={**self._identity(), "checksum": checksum},
                     run_id=run_id,
                     store=self._checked_store(),
                     resumes=found is not None,

@@ -19,7 +19,17 @@ from polyhvd.spark.estimators.checkpoint import Checkpoint
 from polyhvd.spark.estimators.preparing import Rows
 from polyhvd.training.naming import gather_by_name
 
-__all__ = ["Job", "Run", "Shaping", "Trainer", "require_columns_of", "stacked", "transformed", "work"]
+__all__ = [
+    "Job",
+    "Run",
+    "Shaping",
+    "Trainer",
+    "groups_of",
+    "require_columns_of",
+    "stacked",
+    "transformed",
+    "work",
+]
 
 _VALIDATION_STREAMS = 64  # so that each row group is read once; the order does not matter
 
@@ -87,6 +97,13 @@ def require_columns_of(arrays: Mapping[str, Any], names: Sequence[str]) -> None:
             f"fit(): transformation_fn returned the columns {', '.join(arrays)}; the column {missing[0]!r} "
             "is missing"
         )
+
+
+def groups_of(rows: Rows, columns: Sequence[str]) -> int:
+    """Return the checksum of file names and row groups that the loaders of the ranks have."""
+    pad = dict.fromkeys(rows.lists)
+    loader = ParquetLoader(rows.source, columns=columns, batch_size=1, pad=pad, filesystem=rows.filesystem)
+    return loader.state_dict()["groups"]
 
 
 def work(job: Job) -> Checkpoint | None:
