@@ -33,6 +33,10 @@ class Cluster(abc.ABC):
         self.session = session
 
     @abc.abstractmethod
+    def is_dynamic(self) -> bool:
+        """Return whether Spark allocates executors dynamically, so that it runs no barrier stages."""
+
+    @abc.abstractmethod
     def slots(self) -> int | None:
         """How many tasks can run at once, by their CPUs and GPUs; None: that is not known."""
 
@@ -76,6 +80,11 @@ class ClassicCluster(Cluster):
         # Spark's status store drops an event that follows another one within 0.1 s until the next heartbeat.
         heartbeat_ms = self._scala.conf().getTimeAsMs("spark.executor.heartbeatInterval", "10s")
         self.lag_s = heartbeat_ms / 1e3 + _FLUSH_S
+
+    def is_dynamic(self) -> bool:
+        """As of Spark's configuration, which has no effect for a local master."""
+        is_set = self._scala.conf().getBoolean("spark.dynamicAllocation.enabled", False)
+        return bool(is_set and not self._scala.isLocal())
 
     def slots(self) -> int:
         """The slots of the executors that have registered."""
@@ -158,6 +167,13 @@ class ConnectCluster(Cluster):
     def __init__(self, session: Any) -> None:
         super().__init__(session)
         self._has_begun = False
+
+    def is_dynamic(self) -> bool:
+        """As of the configuration of the server."""
+        configured = self.session.conf.get
+        master = configured("spark.master", "")
+        is_local = master == "local" or master.startswith("local[")
+        return configured("spark.dynamicAllocation.enabled", "false") == "true" and not is_local
 
     def slots(self) -> int | None:
         """Spark's default parallelism, its number of cores; None: it is set, or GPUs limit the tasks."""

@@ -86,6 +86,11 @@ def run(
         raise TypeError(f"polyhvd.spark.run(): fn must be a function; found {fn!r}")
     payload = payload_of((fn, tuple(args), dict(kwargs or {})), "polyhvd.spark.run()")
     cluster = find("polyhvd.spark.run()")
+    if cluster.is_dynamic():
+        raise RuntimeError(
+            "polyhvd.spark.run(): spark.dynamicAllocation.enabled is true, so Spark runs no barrier stages; "
+            "set it to false, or use polyhvd.spark.run_elastic, or elastic=True for an estimator"
+        )
     size = wanted_size(cluster, num_proc, "polyhvd.spark.run()")
     timeout_s = START_TIMEOUT_S if start_timeout is None else float(start_timeout)
     plan = Plan(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import ranks_alive
 from ranks_alive import wait_until
 
 from polyhvd.data import write_parquet
@@ -81,6 +82,15 @@ def noted(folder: Path, size: int = 2) -> list[int]:
 
     wait_until(are_noted, "the ranks run", BUSY_S)
     return [int(file.read_text()) for file in files]
+
+
+def start_program(text: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Start Python code that gets a folder and can import this module; its errors are in a file there."""
+    paths = [str(Path(module.__file__ or "").parent) for module in (sys.modules[__name__], ranks_alive)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(paths)}
+    with (folder / "errors").open("wb") as file:
+        return subprocess.Popen([sys.executable, "-c", text, str(folder)], env=environment, stderr=file)
 
 
 def example_accuracy(name: str) -> float:

@@ -25,6 +25,7 @@ from spark_common import (
     noted,
     parent_of,
     sleeping,
+    start_program,
     started,
     train,
 )
@@ -49,7 +50,11 @@ def remote() -> Iterator[Any]:
     os.environ["PYSPARK_PYTHON"] = sys.executable
     from pyspark.sql import SparkSession
 
-    made = SparkSession.builder.remote("local[2,4]").getOrCreate()
+    builder = SparkSession.builder.remote("local[2,4]")
+    builder.config("spark.connect.execute.reattachable.senderMaxStreamDuration", "2s")
+    for name in ("detachedTimeout", "maintenanceInterval"):  # for clients that have died; else minutes
+        builder.config(f"spark.connect.execute.manager.{name}", "1s")
+    made = builder.getOrCreate()
     yield made
     made.stop()
 
@@ -117,3 +122,29 @@ def test_an_interrupted_session_ends_the_ranks(remote: Any, tmp_path: Path) -> N
     remote.interruptAll()
     assert isinstance(job.exception(BUSY_S), RuntimeError)
     wait_until(lambda: not any(map(is_running, ranks)), "the processes end", END_S)
+
+
+CLIENT = """
+import sys
+from pathlib import Path
+from pyspark.sql import SparkSession
+import polyhvd.spark
+import spark_common
+import cloudpickle
+cloudpickle.register_pickle_by_value(spark_common)
+SparkSession.builder.remote("sc://localhost").getOrCreate()
+folder = Path(sys.argv[1])
+polyhvd.spark.NAME(spark_common.sleeping, (folder,), num_proc=1)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["run", "run_elastic"])
+def test_no_rank_outlives_the_client_for_long(name: str, tmp_path: Path) -> None:
+    client = start_program(CLIENT.replace("NAME", name), tmp_path)
+    try:
+        (rank,) = noted(tmp_path, 1)
+    finally:
+        client.kill()
+        client.wait()
+    wait_until(lambda: not is_running(rank), "the rank ends", 3 * END_S)
