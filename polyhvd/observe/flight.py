@@ -22,6 +22,7 @@ _FILES = "polyhvd-flight.*.json"
 _SHOWN = 4  # operations in a list, and further differences
 _NUMBER_MAX = 1 << 64  # fits a float
 _RANKS_MAX = 1 << 20
+_UNIX_S_MAX = 1 << 36  # fits a date
 _T = TypeVar("_T", int, str)
 
 
@@ -64,6 +65,7 @@ class Dump:
     reason: str
     now_ns: int
     unix_s: int
+    job: str  # empty: of a version that did not write it
     generation: int  # of the rank's world: numbers of ranks and batches mean something only within one
     records: tuple[Record, ...]
 
@@ -141,12 +143,15 @@ def _read(path: Path) -> Dump:
             reason=_taken(first, "reason", str),
             now_ns=_taken(first, "now_ns", int),
             unix_s=_taken(first, "unix_s", int),
+            job=_taken({"job": "", **header}, "job", str),
             generation=_taken({"generation": 1, **header}, "generation", int),
             records=tuple(_record(json.loads(line)) for line in lines[1:]),
         )
         count = _taken({"records": len(dump.records), **first}, "records", int)
         if not 0 <= dump.rank < dump.size <= _RANKS_MAX:
             raise ValueError(f"rank {dump.rank} of {dump.size}")
+        if not 0 <= dump.unix_s < _UNIX_S_MAX:
+            raise ValueError(f"{dump.unix_s} in the place of 'unix_s'")
         if len(dump.records) != count:
             raise ValueError(f"{len(dump.records)} of {count} operations: it was cut off")
         return dump
@@ -155,20 +160,21 @@ def _read(path: Path) -> Dump:
 
 
 def load(files: Iterable[Path]) -> list[Dump]:
-    """Read dumps, the newest of each rank of each world, in order of rank; of a folder, all that lie in it.
+    """Read dumps, the newest of each rank of each world of each job; of a folder, all that lie in it.
 
     Raises:
-        FlightError: a file is not a dump, or two of one generation are of worlds of different sizes.
+        FlightError: a file is not a dump, or two of one job and generation are of worlds of different sizes.
         OSError: a file cannot be read.
     """
-    newest: dict[tuple[int, int], Dump] = {}
+    newest: dict[tuple[str, int, int], Dump] = {}
     for dump in map(_read, _listed(files)):
-        key = dump.generation, dump.rank
+        key = dump.job, dump.generation, dump.rank
         if key not in newest or dump.unix_s > newest[key].unix_s:
             newest[key] = dump
     dumps = [dump for _, dump in sorted(newest.items())]
     for other, dump in pairwise(dumps):
-        if dump.generation == other.generation and dump.size != other.size:
+        is_same_world = (dump.job, dump.generation) == (other.job, other.generation)
+        if is_same_world and dump.size != other.size:
             raise FlightError(
                 f"{dump.path} is of a job of {dump.size} ranks, {other.path} of one of {other.size}"
             )
@@ -221,8 +227,23 @@ def explain(dumps: Sequence[Dump]) -> list[str]:
     """Return the differences between the ranks, then the position of each rank, as lines of text.
 
     Args:
-        dumps: of an elastic job, those of the world that has written last are compared.
+        dumps: each job's are compared separately, the latest last. Of an elastic job, those of the world that
+            has written last are compared.
     """
+    jobs: dict[str, list[Dump]] = {}
+    for dump in dumps:
+        jobs.setdefault(dump.job, []).append(dump)
+    if len(jobs) == 1:
+        return _of_a_job(dumps)
+    lines = [f"The files are of {len(jobs)} jobs, which are compared separately. The latest is last."]
+    for written_s, job in sorted((max(dump.unix_s for dump in own), job) for job, own in jobs.items()):
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written_s))
+        name = printable(job) or "a job without a name"
+        lines += ["", f"{name}, files written at {at}:", *_of_a_job(jobs[job])]
+    return lines
+
+
+def _of_a_job(dumps: Sequence[Dump]) -> list[str]:
     last = max(dumps, key=lambda dump: (dump.unix_s, dump.generation)).generation
     others = [dump for dump in dumps if dump.generation != last]
     dumps = [dump for dump in dumps if dump.generation == last]

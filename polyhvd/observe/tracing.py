@@ -86,6 +86,7 @@ def begin(
 def _describe(world: World) -> None:
     offset_ns, error_ns = _measure_clock(world) if len(set(world.hosts)) > 1 else (0, 0)
     header = {
+        "job": world.job,
         "rank": world.placement.rank,
         "size": world.placement.size,
         "host": socket.gethostname(),

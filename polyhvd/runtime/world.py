@@ -95,6 +95,8 @@ class World:
         connections = bootstrap.connect(settings, placement, store, listed)
         self.settings = settings
         self.placement = placement
+        #: Identifies the job, the same on all ranks.
+        self.job = f"process-{os.getpid()}" if store is None else store.job
         #: The host of each rank, as launchers call it.
         self.hosts: list[str] = connections.hosts
         self.met_by_mpi = met_by_mpi
@@ -137,7 +139,7 @@ class World:
                 settings,
                 placement,
                 self._mailbox_thread.mailbox,
-                job=f"process-{os.getpid()}" if store is None else store.job,
+                job=self.job,
                 nccl_libraries=gpu.nccl_libraries(settings) if settings.may_use_nccl else (),
                 mpi=None if mpi_job is None else mpi_job.communicator,
             )

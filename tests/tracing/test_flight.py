@@ -115,6 +115,27 @@ def test_sigusr2_is_heard_in_a_blocking_call_which_goes_on(
     assert [pool.answer(rank) for rank in range(2)] == [1.5, 1.5]
 
 
+UNKNOWN = "nothing is known about ranks without a file"
+
+
+def test_jobs_that_share_a_folder_are_compared_separately(
+    start: Callable[..., Pool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size in (2, 3):
+        pool = start(size)
+        pool.start(reduce_once, f"of {size}", ranks=[0])
+        wait_until_asleep(pool.pids[0])
+        pool.signal(0, signal.SIGUSR2)
+        loaded(tmp_path, size - 1)
+    assert cli.main(["flight", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "The files are of 2 jobs, which are compared separately. The latest is last."
+    assert len([line for line in lines if line.startswith("job-") and ", files written at 20" in line]) == 2
+    for size in (2, 3):
+        assert f"  allreduce 'of {size}': submitted by rank 0; {UNKNOWN}" in lines
+    assert len([line for line in lines if line.startswith(("rank 1: no file", "ranks 1, 2: no file"))]) == 2
+
+
 def compute() -> None:
     worker.note("computing")
     signal.pause()
@@ -341,6 +362,13 @@ def test_ranks_of_an_earlier_world_of_an_elastic_job_are_not_compared(tmp_path: 
     lines = flight.explain(dumps)
     assert [line[:15] for line in lines if line.startswith("rank 2")] == ["rank 2: no file"] * (size - 2)
     assert lines[-1].endswith(f"compared. Those of other generations: {old}")
+
+
+def test_of_several_jobs_the_latest_is_last(tmp_path: Path) -> None:
+    times = {"b": 5, "a": 9, "c": 2}
+    files = [write_dump(tmp_path, 0, 1, [], unix_s, job=job) for job, unix_s in times.items()]
+    lines = flight.explain(flight.load(files))
+    assert [line.partition(",")[0] for line in lines if "files written at" in line] == ["c", "b", "a"]
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
