@@ -36,6 +36,7 @@ _OF_A_PACKAGE = 2  # dtype.isbuiltin of a type that NumPy does not have
 _NAME = re.compile(r"checkpoint-(\d{12})\.npz")
 _TORN_NAME = re.compile(r"checkpoint-(\d{12})\.torn")
 _TEMPORARY = ".writing-"
+_OWNER = ".job"
 _KEPT = 2
 #: Empty dicts that are more than a dict, by their names in a checkpoint.
 _DICTS: dict[str, Callable[[], Any]] = {
@@ -189,6 +190,9 @@ class Folder:
     Raises:
         CheckpointError: it is not a path.
 
+    Attributes:
+        job: identifies the job that writes here, the same on all ranks; empty: it is not compared.
+
     Example::
 
         folder = Folder("run")
@@ -200,6 +204,7 @@ class Folder:
         if not isinstance(path, (str, bytes, os.PathLike)) or not os.fspath(path):
             raise CheckpointError(f"checkpoint={path!r}: expected the path of a folder")
         self.path = Path(os.fsdecode(path))
+        self.job = ""
 
     def make(self) -> None:
         """Make the folder if it does not exist; raises CheckpointError."""
@@ -222,6 +227,21 @@ class Folder:
                 f"no checkpoint can be written to {str(self.path)!r}: {error.strerror}; pass a folder in "
                 "which this user may make files"
             ) from None
+
+    def claim(self) -> None:
+        """Let only this job write here, if possible: one that has claimed the folder before may not."""
+        with contextlib.suppress(OSError):
+            (self.path / _OWNER).write_text(self.job)
+
+    def _require_claim(self) -> None:
+        owner = ""
+        with contextlib.suppress(OSError, ValueError):
+            owner = (self.path / _OWNER).read_text()
+        if self.job and owner not in ("", self.job):
+            raise CheckpointError(
+                f"another job writes checkpoints to {str(self.path)!r}: {owner}, which has been started "
+                f"after this one, {self.job}; end one of them, or pass different folders"
+            )
 
     def numbers(self) -> list[int]:
         """The numbers of the checkpoints that there are, newest first; raises CheckpointError."""
@@ -246,13 +266,14 @@ class Folder:
             value: as :func:`pack` takes it.
 
         Raises:
-            CheckpointError: the checkpoint cannot be written, for example because the disk is full. Earlier
-                checkpoints stay.
+            CheckpointError: the checkpoint cannot be written, for example because the disk is full, or
+                another job has claimed the folder. Earlier checkpoints stay.
 
         Example::
 
             folder.write(steps=100, value={"w": np.ones(3)})
         """
+        self._require_claim()
         tree, arrays = pack(value)
         header = {"format": _FORMAT, "steps": steps, "arrays": len(arrays), "tree": tree}
         text = np.frombuffer(json.dumps(header).encode(), np.uint8)

@@ -70,10 +70,10 @@ def train(
             ``data.Batches`` of one, or a ``DataLoader`` of PyTorch or Gluon over a
             :class:`polyhvd.data.DistributedBatchSampler`.
         epochs: passes over the data in all, those before a restart included.
-        checkpoint: a folder on a file system shared by all hosts. Rank 0 writes there after each epoch, and
-            when all ranks leave with notice; if the job fails, one of the other ranks does. A restarted job
-            resumes from the newest checkpoint. Then ``state`` may keep only arrays, numbers and texts, in
-            dicts, lists and tuples, since nothing is pickled.
+        checkpoint: a folder of this job on a file system shared by all hosts. Rank 0 writes there after
+            each epoch, and when all ranks leave with notice; if the job fails, one of the other ranks does. A
+            restarted job resumes from the newest checkpoint. Then ``state`` may keep only arrays, numbers and
+            texts, in dicts, lists and tuples, since nothing is pickled.
         checkpoint_every: also write after each of so many steps.
         commit_every: steps between two copies of the state in memory. With more, a failure undoes up to as
             many steps, which are made again; their rows count once all the same.
@@ -84,8 +84,9 @@ def train(
 
     Raises:
         InvalidArgumentError: an argument cannot be used.
-        CheckpointError: a checkpoint cannot be written, for example because the disk is full, or none of the
-            existing ones can be read. Earlier checkpoints stay.
+        CheckpointError: a checkpoint cannot be written, for example because the disk is full, none of the
+            existing ones can be read, or another job has been started with the folder. Earlier checkpoints
+            stay.
         HorovodInternalError: a rank was lost, and the job is not elastic.
 
     Example::
@@ -374,6 +375,7 @@ class Training(ObjectState):
             CheckpointError: the state cannot be in a checkpoint, or none can be read; on all ranks.
         """
         if self._folder is not None:
+            self._folder.job = current.world().job
             found = allgather_object((self._commits, self._unfit), name="elastic.train.commits")
             for rank, (_, unfit) in enumerate(found):
                 if unfit:
@@ -498,6 +500,8 @@ class Training(ObjectState):
             newest, error, damaged = -1, "", folder.torn()
             try:
                 folder.make()
+                if self._rank() == 0:
+                    folder.claim()
                 numbers = set(folder.numbers())
                 newest = max(numbers - tried, default=-1)
                 damaged += [str(folder.file(number)) for number in numbers & tried]

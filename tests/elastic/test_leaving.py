@@ -192,7 +192,7 @@ def test_train_that_all_ranks_leave_goes_on_at_the_same_step_when_it_is_run_agai
     status, out, err = launcher.finish()
     assert status == (128 + signal.SIGTERM if target == "launcher" else RESUME_STATUS), f"{out}\n{err}"
     steps = max(out.count(f"pid {pid}\n") for pid in pids)
-    (name,) = os.listdir(folder)
+    (name,) = [path.name for path in folder.glob("c*")]
     assert name == f"checkpoint-{steps:012d}.npz"
     assert out.count("left\n") == 2, "a function that ends its program does not keep others from theirs"
     launcher.start("-np", "3", "--min-np", "1", source=source)

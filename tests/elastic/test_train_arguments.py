@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,24 @@ def test_folder_in_which_no_file_can_be_made_is_refused_before_the_first_step() 
     hvd.elastic.train(pytest.fail, state(), loader(), epochs=0, checkpoint="/proc/self")
 
 
+def test_job_with_the_folder_of_a_later_one_is_an_error_and_the_later_one_goes_on(tmp_path: Path) -> None:
+    program = (
+        "import sys; import numpy as np; import polyhvd.numpy as hvd; from polyhvd.data import ArrayLoader\n"
+        "hvd.init(); state = hvd.elastic.ArrayState(w=np.zeros(2))\n"
+        "loader = ArrayLoader([np.zeros(10)], batch_size=2)\n"
+        "hvd.elastic.train(id, state, loader, epochs=1, checkpoint=sys.argv[1])\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("POLYHVD")}
+
+    def step(batch: Any) -> None:
+        if not tmp_path.joinpath("checkpoint-000000000005.npz").exists():
+            subprocess.run([sys.executable, "-c", program, tmp_path], check=True, env=environment)
+
+    with pytest.raises(CheckpointError, match=r"another job .* started after this one, .*; end one"):
+        hvd.elastic.train(step, state(), loader(8), epochs=1, checkpoint=tmp_path, progress=False)
+    assert [path.name for path in tmp_path.glob("c*")] == ["checkpoint-000000000005.npz"]
+
+
 def test_epochs_without_a_step_end_all_the_same() -> None:
     ended: list[int] = []
     for data in (loader(0), loader(1, last="drop")):
@@ -95,12 +115,12 @@ def test_only_the_first_of_ranks_that_all_leave_writes(
 @pytest.mark.parametrize("other", ["attribute", "rows"])
 def test_checkpoint_of_another_program_is_refused_and_stays(tmp_path: Path, other: str) -> None:
     hvd.elastic.train(id, state(), loader(), epochs=1, checkpoint=tmp_path, progress=False)
-    kept = sorted(tmp_path.iterdir())
+    kept = sorted(tmp_path.glob("c*"))
     changed = state(v=1) if other == "attribute" else state()
     data = loader(12) if other == "rows" else loader()
     with pytest.raises(hvd.elastic.CheckpointError, match="does not fit this program"):
         hvd.elastic.train(id, changed, data, epochs=1, checkpoint=tmp_path, progress=False)
-    assert sorted(tmp_path.iterdir()) == kept
+    assert sorted(tmp_path.glob("c*")) == kept
 
 
 def of_two_epochs(folder: Path) -> list[Path]:
@@ -180,7 +200,7 @@ def test_second_training_in_a_folder_keeps_changes_that_were_made_after_the_firs
     first.rate = 0.5
     train(first, data, 2)
     assert (first.rate, first.count) == (0.5, 10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.glob("c*")) == [
         "checkpoint-000000000005.npz",
         "checkpoint-000000000010.npz",
     ]
