@@ -63,6 +63,8 @@ class Process:
         self, launched: Launched, secret: bytes, launcher: LauncherConnection, watch: LauncherWatch
     ) -> None:
         self._launched, self._secret = launched, secret
+        #: Identifies the job over all generations, wherever their members meet.
+        self.job = job_name("elastic", secret)
         self._settings = Settings()  # of the last init() that has entered a world
         self.launcher = launcher
         self.watch = watch
@@ -220,7 +222,7 @@ class Process:
             )
         except StoreError as error:
             raise _unreachable(self.launcher.member, error) from None
-        store.job = job_name("elastic", self._secret)  # over all generations, wherever their members meet
+        store.job = self.job
         return placement, store
 
     def enter(

@@ -375,7 +375,8 @@ class Training(ObjectState):
             CheckpointError: the state cannot be in a checkpoint, or none can be read; on all ranks.
         """
         if self._folder is not None:
-            self._folder.job = current.world().job
+            member = process.find()  # whose world may have one rank, and no name
+            self._folder.job = current.world().job if member is None else member.job
             found = allgather_object((self._commits, self._unfit), name="elastic.train.commits")
             for rank, (_, unfit) in enumerate(found):
                 if unfit:

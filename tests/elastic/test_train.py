@@ -119,6 +119,15 @@ def test_job_that_has_too_few_ranks_says_resume_me_and_resumes_where_it_was(
     assert (status, ends) == (0, 3 * [end]), said
 
 
+def test_the_rank_that_is_left_of_two_writes_checkpoints(launcher: Launcher) -> None:
+    options = ("-np", "2", "--min-np", "1", *SLOTS_REST[4:])
+    status, ends, said = run(
+        launcher, *options, kills=("committed:1:7",), how="checkpoint checkpoint_every 4"
+    )
+    assert (status, len(ends)) == (0, 1), said
+    assert "size 1" in ends[0]
+
+
 @pytest.mark.parametrize("kill", ["sync:2:0", "sync:0:7"], ids=["receives", "has_read_it"])
 def test_loss_while_a_checkpoint_is_taken_up_leads_back_to_it(
     launcher: Launcher, end: str, kill: str
