@@ -92,7 +92,7 @@ def test_without_the_launcher_a_trainer_of_the_older_package_is_a_world_of_one(
 def test_a_lost_rank_is_an_error_in_both_threads(fork_servers: ForkServers, size: int) -> None:
     victim = size - 1
     with Pool(PoolSpec("torch", (size,)), fork_servers) as pool:
-        pool.start("torch_threads_cases:threads_that_lose_a_rank", victim)
+        pool.start("test_torch_threads:threads_that_lose_a_rank", victim)
         for _ in range(2):
             pool.note(victim)
         pool.signal(victim, signal.SIGKILL)
