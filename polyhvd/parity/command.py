@@ -123,7 +123,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="FILE",
         help="run these programs as one job, each on --np ranks (1), with calls of parity.compare in them; "
-        "quote a program with arguments: 'torch.py --lr 0.1'",
+        "quote a program with arguments: 'train.py --lr 0.1'",
     )
 
 
