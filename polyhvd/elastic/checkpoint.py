@@ -37,6 +37,7 @@ _NAME = re.compile(r"checkpoint-(\d{12})\.npz")
 _TORN_NAME = re.compile(r"checkpoint-(\d{12})\.torn")
 _TEMPORARY = ".writing-"
 _OWNER = ".job"
+_NAME_BYTES_MAX = 200  # of a job
 _KEPT = 2
 #: Empty dicts that are more than a dict, by their names in a checkpoint.
 _DICTS: dict[str, Callable[[], Any]] = {
@@ -230,13 +231,16 @@ class Folder:
 
     def claim(self) -> None:
         """Let only this job write here, if possible: one that has claimed the folder before may not."""
+        owner = self.path / _OWNER
         with contextlib.suppress(OSError):
-            (self.path / _OWNER).write_text(self.job)
+            owner.unlink(missing_ok=True)
+            with owner.open("x") as stream:  # the disk may be full
+                stream.write(self.job)
 
     def _require_claim(self) -> None:
         owner = ""
-        with contextlib.suppress(OSError, ValueError):
-            owner = (self.path / _OWNER).read_text()
+        with contextlib.suppress(OSError, ValueError), _opened(self.path / _OWNER) as stream:
+            owner = stream.read(_NAME_BYTES_MAX).decode()
         if self.job and owner not in ("", self.job):
             raise CheckpointError(
                 f"another job writes checkpoints to {str(self.path)!r}: {owner}, which has been started "

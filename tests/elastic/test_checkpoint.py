@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -233,6 +234,34 @@ def test_full_disk_is_an_error_and_the_former_stays(tmp_path: Path) -> None:
     assert found.value.__suppress_context__  # one traceback, not five
     assert [path.name for path in tmp_path.iterdir()] == [folder.file(1).name]
     assert zipfile.ZipFile(folder.file(1)).testzip() is None
+
+
+def test_name_of_the_job_may_be_a_pipe_or_damaged(tmp_path: Path) -> None:
+    first, second = Folder(tmp_path), Folder(tmp_path)
+    first.job, second.job = "first", "second"
+    os.mkfifo(tmp_path / ".job")
+    first.write(1, {})
+    for text in (b"\xff", b""):
+        first.claim()
+        with pytest.raises(CheckpointError, match=r"another job writes .*: first, which has been started"):
+            second.write(2, {})
+        (tmp_path / ".job").write_bytes(text)
+        second.write(2, {})
+    assert sorted(path.name for path in tmp_path.iterdir())[0] == ".job"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_job_that_starts_on_a_full_disk_is_not_taken_for_an_earlier_one(small_disk: Path) -> None:
+    first, second = Folder(small_disk), Folder(small_disk)
+    first.job, second.job = "first", "second"
+    first.claim()
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError):
+        filler.write_bytes(bytes(1 << 20))
+    second.claim()
+    filler.unlink()
+    second.write(1, {})
+    assert second.numbers() == [1]
 
 
 def test_full_disk_costs_earlier_checkpoints_before_it_is_an_error(
