@@ -284,9 +284,9 @@ def test_a_rank_that_stays_stopped_is_reported_once(launcher: Launcher) -> None:
 @pytest.mark.parametrize("first", ["ends", "stops"])
 def test_a_rank_that_stays_stopped_is_ended_after_the_limit_of_stalls(launcher: Launcher, first: str) -> None:
     source = (
-        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
         "print('pid', os.getpid(), flush=True)\n"
-        "signal.pause()\n"
+        "signal.sigwait([signal.SIGUSR1])\n"
     )
     limit = {"POLYHVD_STALL_SHUTDOWN_TIME_SECONDS": "0.5"}
     launcher.start("-np", "2", source=RANK + source, fresh=True, env=limit)
@@ -307,9 +307,9 @@ def test_a_rank_that_stays_stopped_is_ended_after_the_limit_of_stalls(launcher: 
 def test_a_host_whose_ranks_are_all_stopped_may_go_on(launcher: Launcher, is_late: bool) -> None:
     """One has ended before, whether its agent has noticed that or not."""
     source = (
-        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
         "print('agent', os.getppid(), 'pid', os.getpid(), flush=True)\n"
-        "signal.pause()\n"
+        "signal.sigwait([signal.SIGUSR1])\n"
     )
     limit = {"POLYHVD_STALL_SHUTDOWN_TIME_SECONDS": "0.001"}
     launcher.start("-np", "3", source=RANK + source, fresh=True, env=limit)
