@@ -153,6 +153,17 @@ def test_groups_of_a_step_wait_until_the_first_has_shown_that_ranks_have_the_sam
     assert len(set(shapes)) == len(shapes)
 
 
+def test_groups_in_another_order_differ_in_the_first_operation() -> None:
+    sources = [object() for _ in range(3)]
+    shapes = []
+    for in_order in (sources, sources[::-1]):
+        noted = Noted(whole_steps=True, failing=("p",))
+        with pytest.raises(HorovodInternalError):
+            reducer(noted, groups=[sources[:1]]).reduce(ones(0, 1, 2), in_order)
+        shapes.append(tuple(noted.shapes))
+    assert shapes[0] != shapes[1]
+
+
 def test_the_first_error_is_raised_and_the_others_are_waited_for() -> None:
     noted = Noted(failing=("p.1", "p.2"))
     mine = reducer(noted)

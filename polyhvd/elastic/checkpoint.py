@@ -243,8 +243,8 @@ class Folder:
             owner = stream.read(_NAME_BYTES_MAX).decode()
         if self.job and owner not in ("", self.job):
             raise CheckpointError(
-                f"another job writes checkpoints to {str(self.path)!r}: {owner}, which has been started "
-                f"after this one, {self.job}; end one of them, or pass different folders"
+                f"another job writes checkpoints to {str(self.path)!r}: {owner!r}, which has been "
+                f"started after this one, {self.job!r}; end one of them, or pass different folders"
             )
 
     def numbers(self) -> list[int]:

@@ -243,7 +243,7 @@ def test_name_of_the_job_may_be_a_pipe_or_damaged(tmp_path: Path) -> None:
     first.write(1, {})
     for text in (b"\xff", b""):
         first.claim()
-        with pytest.raises(CheckpointError, match=r"another job writes .*: first, which has been started"):
+        with pytest.raises(CheckpointError, match=r"another job writes .*: 'first', which has"):
             second.write(2, {})
         (tmp_path / ".job").write_bytes(text)
         second.write(2, {})

@@ -177,7 +177,7 @@ def test_inductor_compiles_operations_of_all_kinds_into_one_graph() -> None:
 
 @pytest.mark.ranks(2)
 def test_operations_stay_in_the_order_of_the_program() -> None:
-    """Results that nobody uses are made all the same: another rank may use them."""
+    """Results that this rank does not use are computed too: another rank may use them."""
 
     def program(x: Tensor, small: Tensor) -> Tensor:
         hvd.broadcast(small, 0, name="order.unused")

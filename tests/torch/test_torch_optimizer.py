@@ -311,7 +311,7 @@ def test_backward_twice_before_a_step_is_an_error_for_sums() -> None:
 
 
 def test_an_extra_backward_on_one_rank_is_an_error_on_every_rank() -> None:
-    """Nobody hangs, and nobody takes gradients of another step for those of this one."""
+    """No rank waits without end, or uses the gradients of another step."""
     module, optimizer, _, _ = pair()
     ((x, y),) = batches(1)
     loss_of(module, own(x), own(y)).backward()
@@ -566,7 +566,7 @@ def _in_segments(module: Any, x: Tensor, use_reentrant: bool = True) -> Tensor:
 
 
 def backward_within_backward(passes: int, tied: bool, op_name: str) -> None:
-    """Reentrant checkpoints end a graph task of their own for each segment."""
+    """Reentrant checkpoints end a separate graph task for each segment."""
     module, oracle = (Tied(), Tied()) if tied else (model(), model())
     op = getattr(hvd, op_name)
     optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), backward_passes_per_step=passes, op=op)
@@ -1249,7 +1249,7 @@ def test_other_shapes_in_a_group_are_an_error_on_every_rank() -> None:
 
 
 class Words(torch.nn.Module):
-    """An embedding, of which each rank may see other rows, and a layer of its own."""
+    """An embedding, of which each rank may use other rows, and a layer."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -1264,7 +1264,7 @@ class Words(torch.nn.Module):
 
 
 def _words(rank: int, step: int) -> list[int]:
-    """Some twice; rank 0 has none in the first step, and in the second nobody."""
+    """Some rows occur twice. In the first step rank 0 has none, in the second no rank has any."""
     if step == 1 or (step == 0 and rank == 0):
         return []
     return [(rank + step + i) % 5 for i in range(rank + 2)] * 2
@@ -1634,7 +1634,7 @@ def test_other_numbers_of_parameters_are_an_error_on_every_rank() -> None:
     assert not optimizer._gradients.in_flight
     with raises(hvd.InvalidArgumentError, "make new ones"):
         optimizer.step()
-    if hvd.rank() == 0:  # has started what nobody else has: leaves last, or it would end the job for all
+    if hvd.rank() == 0:  # its operation is pending on no other rank: if it left first, it would end the job
         with raises(hvd.HorovodInternalError):
             hvd.allreduce(torch.ones(1), name="until the others have left")
     hvd.shutdown()
@@ -1811,7 +1811,7 @@ def test_ranks_with_another_past_meet_after_init() -> None:
             dropped = hvd.DistributedOptimizer(sgd(model().parameters()))
             dropped.itself = dropped  # only the garbage collector frees it
         del dropped
-        hvd.allreduce_async(torch.ones(1))  # nobody waits for it: its name is not given back
+        hvd.allreduce_async(torch.ones(1))  # no caller waits for it, so its name stays in use
         hvd.SyncBatchNorm(3).eval()(torch.ones(2, 3))
     hvd.shutdown()
     hvd.init()

@@ -150,7 +150,7 @@ def test_a_hook_that_changes_a_gradient_on_its_way_is_an_error(kind: str) -> Non
 
 
 def test_hooks_that_were_there_before_take_part_in_the_reduction() -> None:
-    """And what changes gradients after backward, or looks at them, is nobody's business."""
+    """Gradients may be changed and read after backward."""
     module, oracle = model(), model()
     seen: list[Any] = []
 
@@ -178,7 +178,7 @@ def test_hooks_that_were_there_before_take_part_in_the_reduction() -> None:
 
 
 def test_gradients_may_be_parts_of_one_buffer() -> None:
-    """What is written to one of them raises the version of all."""
+    """A write to one of them raises the version of all."""
     module, oracle = model(), model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
     plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
@@ -207,7 +207,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("used_by", ["nobody", "the first", "the last", "all but the first", "everyone"])
+@pytest.mark.parametrize("used_by", ["no rank", "the first", "the last", "all but the first", "all"])
 @pytest.mark.parametrize("kind", ["sum", "average", "two passes", "grouped", "compressed"])
 def test_a_gradient_that_is_left_over_counts_once(kind: str, used_by: str) -> None:
     """Nobody sets gradients to zero; in the second step and the third, some ranks do not use some layers.
@@ -227,12 +227,12 @@ def test_a_gradient_that_is_left_over_counts_once(kind: str, used_by: str) -> No
         if step == 0 or number == 0:
             return everyone
         some = {
-            "nobody": [],
+            "no rank": [],
             "the first": [0],
             "the last": [hvd.size() - 1],
             "all but the first": everyone[1:],
         }
-        return everyone if used_by == "everyone" else some[used_by]
+        return everyone if used_by == "all" else some[used_by]
 
     for step in range(3):
         for pass_number in range(passes):

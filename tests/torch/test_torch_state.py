@@ -226,7 +226,7 @@ def test_optimizer_state_is_broadcast_in_a_process_set() -> None:
 
 
 def test_four_threads_may_broadcast_states_at_once() -> None:
-    """Each thread has an optimizer of its own; each gets one of the root's states, as a whole."""
+    """Each thread has its own optimizer, which gets the whole state of one of the root's optimizers."""
 
     def work(thread: int) -> float:
         parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(3)]
