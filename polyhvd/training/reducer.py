@@ -335,7 +335,7 @@ class GradientReducer(Generic[T]):
         sent = [*dense, *(f"sparse {key}" for key in sparse)]
         mark = self.exchange.mark_of(sent) if dense and self.exchange.whole_steps else 0
         if self.exchange.whole_steps and len(operations) > 1:
-            mark = mark_of_names([*map(str, sent), *(name for name, _ in operations)])
+            mark = mark_of_names([str(mark), *map(str, sent), *(name for name, _ in operations)])
         try:
             with self._whole():
                 for number, (name, packed) in enumerate(operations):
