@@ -138,11 +138,20 @@ test_ray_tune.search(
 """
 
 
-def knows_a_checkpoint(storage: Path) -> bool:
-    """Whether the state of a search is newer than the second checkpoint, so that it has the first one."""
+def stops_with_a_checkpoint(driver: subprocess.Popen[bytes], storage: Path) -> bool:
+    """Whether the driver is stopped now, with a whole state of the search that has the first checkpoint."""
     checkpoints = sorted(path.stat().st_mtime for path in storage.glob("*/checkpoint_*"))
-    states = [path.stat().st_mtime for path in storage.glob("experiment_state-*.json")]
-    return len(checkpoints) >= 2 and max(states, default=0.0) > checkpoints[1]
+    states = {path.stat().st_mtime: path for path in storage.glob("experiment_state-*.json")}
+    if len(checkpoints) < 2 or max(states, default=0.0) <= checkpoints[1]:
+        return False
+    driver.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)  # for threads that are in a system call
+    try:
+        json.loads(states[max(states)].read_bytes())
+    except ValueError:  # Ray writes it in place
+        driver.send_signal(signal.SIGCONT)
+        return False
+    return True
 
 
 def test_an_interrupted_search_goes_on_from_the_checkpoints_of_its_trials(
@@ -154,7 +163,7 @@ def test_an_interrupted_search_goes_on_from_the_checkpoints_of_its_trials(
     words = [sys.executable, "-c", DRIVER, cluster, str(Path(__file__).parent), str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as driver:
         try:
-            wait_until(lambda: knows_a_checkpoint(storage), "a checkpoint", BUSY_S)
+            wait_until(lambda: stops_with_a_checkpoint(driver, storage), "a checkpoint", BUSY_S)
         finally:
             driver.send_signal(signal.SIGKILL)
     processes = [int(path.name.rpartition("-")[2]) for path in started.iterdir()]
