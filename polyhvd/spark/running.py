@@ -24,6 +24,7 @@ START_TIMEOUT_S = 600.0  # as with Horovod
 _LOOK_S = 0.1
 #: Limits of the time that a task waits for the others, which Spark starts at once.
 _MEETING_S, _TIMER_S_MAX = 5.0, 1e6
+_KILL_S = 3.0  # until executors have ended whose tasks were killed while they waited for others
 _JAVA = re.compile(r"^(\t(at|\.\.\.) |Caused by: ).*$", re.MULTILINE)  # lines of its stacks
 
 
@@ -159,6 +160,10 @@ class _Job:
             lost = ""
             with contextlib.suppress(Exception):  # Spark itself has ended
                 lost = self._cluster.lost(self._tag)
+                # Spark looks once in a second whether a task at a barrier was killed, and then ends the
+                # executor with an uncaught exception. Until then it may give it a task of the next job.
+                if self._cluster.has_begun(self._tag):
+                    time.sleep(_KILL_S)
             raise (self._verdict or _failure(lost or in_short(error))) from error
         except BaseException:
             self._cluster.cancel(self._tag)
