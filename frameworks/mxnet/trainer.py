@@ -17,7 +17,7 @@ from polyhvd.mxnet.errors import InvalidArgumentError, UnsupportedError, as_mxne
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.passes import Passes, fill
 from polyhvd.mxnet.reducer import MxnetExchange
-from polyhvd.mxnet.weights import DRIFT_REMEDY, hyperparameters_of, values_of
+from polyhvd.mxnet.weights import DRIFT_REMEDY, checksums_of_states, hyperparameters_of, values_of
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.numbering import ObjectNumbers
@@ -235,6 +235,11 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         )
         return {} if self._is_mapped else hyperparameters_of(self._optimizer, names)
 
+    def _checksums_of_states(self) -> dict[int, int]:
+        by_number = checksums_of_states(self._updaters[0].states)
+        numbers = [self._param2idx[parameter.name] for parameter in self._in_order]
+        return {i: by_number[number] for i, number in enumerate(numbers) if number in by_number}
+
     def _mapped_values(self) -> Iterator[tuple[str, Any] | None]:
         shared = [
             parameter
@@ -250,6 +255,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
                     self._prefix,
                     self._mapped_values if self._is_mapped else self.shared_values,
                     self.shared_hyperparameters,
+                    self._checksums_of_states,
                 )
         with reads.updates:
             self._reduce()

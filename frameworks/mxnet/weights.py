@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+import zlib
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from mxnet.gluon import Parameter
+from mxnet.ndarray import NDArray
 
+from polyhvd import _core
 from polyhvd.training.drift import Hyperparameters
 
-__all__ = ["DRIFT_REMEDY", "hyperparameters_of", "values_of"]
+__all__ = ["DRIFT_REMEDY", "checksums_of_states", "hyperparameters_of", "values_of"]
 
 DRIFT_REMEDY = (
     "call hvd.broadcast_parameters(net.collect_params(), root_rank=0) before the first step; "
@@ -48,3 +52,21 @@ def values_of(
             yield parameter.name, None
         else:
             yield parameter.name, parameter.list_data()[0].asnumpy()
+
+
+def checksums_of_states(states: Mapping[Any, Any]) -> dict[Any, int]:
+    """Checksums of an optimizer's states, by the keys of an updater's ``states``; none for an empty state."""
+    found = {}
+    for key, state in states.items():
+        arrays = list(_arrays_in(state))
+        if arrays:
+            found[key] = zlib.crc32(b"".join(np.uint32(_core.crc32c(array)).tobytes() for array in arrays))
+    return found
+
+
+def _arrays_in(state: Any) -> Iterator[np.ndarray[Any, Any]]:
+    if isinstance(state, (tuple, list)):
+        for each in state:
+            yield from _arrays_in(each)
+    elif isinstance(state, NDArray):
+        yield np.ascontiguousarray(state.asnumpy()).reshape(-1).view(np.uint8)

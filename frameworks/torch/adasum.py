@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from polyhvd.torch.base import collectives, increment_version
 from polyhvd.torch.registry import hooked
-from polyhvd.torch.weights import DRIFT_REMEDY, values_of
+from polyhvd.torch.weights import DRIFT_REMEDY, checksums_of_states, values_of
 
 from polyhvd.collectives.numbering import ObjectNumbers
 from polyhvd.errors import InvalidArgumentError
@@ -91,12 +91,21 @@ class Steps:
         """Return whether this rank takes part."""
         return self._reducer.takes_part()
 
-    def compare(self, parameters: Sequence[Tensor]) -> None:
-        """In the first step, compare the ranks' parameters; :meth:`combine` reports what differs."""
+    def compare(self, parameters: Sequence[Tensor], states: Mapping[Any, Any]) -> None:
+        """In the first step, compare the ranks' parameters; :meth:`combine` reports what differs.
+
+        Args:
+            parameters: of the optimizer.
+            states: of the optimizer, by parameter.
+        """
         if self._drift.is_due():
             local = {i for i, parameter in enumerate(parameters) if id(parameter) in self.local}
             names = [self._names.get(id(parameter), str(i)) for i, parameter in enumerate(parameters)]
-            self._drift.begin(self._prefix, values_of(names, parameters, local))
+            self._drift.begin(
+                self._prefix,
+                values_of(names, parameters, local),
+                states=checksums_of_states(parameters, states),
+            )
 
     @torch.no_grad()
     def combine(self, parameters: Sequence[Tensor], starts: dict[int, Tensor]) -> None:
@@ -187,7 +196,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
             result = self._local_step(*args, **kwargs)
         else:
             parameters = _parameters_of(self)
-            steps.compare(parameters)
+            steps.compare(parameters, self.state)
             starts = {i: p.detach().clone() for i, p in enumerate(parameters) if p.requires_grad}
             result = self._local_step(*args, **kwargs)
             steps.combine(parameters, starts)

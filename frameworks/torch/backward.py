@@ -15,7 +15,7 @@ from polyhvd.torch.reducer import TorchExchange
 from polyhvd.torch.registry import Registry
 from polyhvd.torch.rounds import EXPECTED, FROZEN, READY, REDUCED, Section
 from polyhvd.torch.sparse import check_sparse_op
-from polyhvd.torch.weights import DRIFT_REMEDY, UsedValues, values_of
+from polyhvd.torch.weights import DRIFT_REMEDY, UsedValues, checksums_of_states, values_of
 from polyhvd.torch.written import Leftovers, Submitted
 
 from polyhvd.collectives.adapter import ReduceOp
@@ -60,6 +60,7 @@ class Gradients(Section):
     """The gradients of one optimizer, by position of the parameter.
 
     Args:
+        optimizer: the optimizer.
         parameters: of the optimizer.
         names: of parameters, by ``id()``.
         options: of the optimizer.
@@ -68,12 +69,14 @@ class Gradients(Section):
 
     def __init__(
         self,
+        optimizer: torch.optim.Optimizer,
         parameters: Sequence[Tensor],
         names: dict[int, str],
         options: Options,
         groups: Sequence[Sequence[int]],
     ) -> None:
         super().__init__()
+        self._optimizer = weakref.ref(optimizer)
         self.passes_per_step = options.backward_passes_per_step
         #: Gradients only add up until a backward pass without it, or the step.
         self.on_hold = False
@@ -490,7 +493,14 @@ class Gradients(Section):
             if self._values_due:
                 self._drift.begin(self._prefix, (), self._used.by_position(names, self._compared()))
             else:
-                self._drift.begin(self._prefix, values_of(names, self._parameters, self._local))
+                optimizer = self._optimizer()
+                self._drift.begin(
+                    self._prefix,
+                    values_of(names, self._parameters, self._local),
+                    states={}
+                    if optimizer is None
+                    else checksums_of_states(self._parameters, optimizer.state),
+                )
             self._values_due = False
         if states != self._reported:
             for position, state in enumerate(states):

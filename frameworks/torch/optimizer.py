@@ -252,7 +252,7 @@ def distribute(
         return _in_class(optimizer, MappedOptimizer, "_mapped", MappedGradients(parameters, options))
     if options.op == ReduceOp.Adasum:
         return _in_class(optimizer, AdasumOptimizer, "_steps", Steps(options, members, names, parameters))
-    gradients = Gradients(parameters, names, options, members)
+    gradients = Gradients(optimizer, parameters, names, options, members)
     return _in_class(optimizer, _DistributedOptimizer, "_gradients", gradients)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from polyhvd import _core
 from polyhvd.training.drift import Hyperparameters
 
-__all__ = ["DRIFT_REMEDY", "UsedValues", "values_of"]
+__all__ = ["DRIFT_REMEDY", "UsedValues", "checksums_of_states", "values_of"]
 
 Tensor = torch.Tensor
 DRIFT_REMEDY = (
@@ -131,4 +132,31 @@ def values_of(
         elif not parameter.requires_grad:
             yield name, None
         else:
-            yield name, parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            yield name, _bytes_of(parameter)
+
+
+def checksums_of_states(parameters: Sequence[Tensor], states: Mapping[Any, Any]) -> dict[int, int]:
+    """Checksums of an optimizer's states, by position of the parameter; none for one without a state.
+
+    Args:
+        parameters: of the optimizer.
+        states: its ``state``.
+    """
+    found = {}
+    for position, parameter in enumerate(parameters):
+        state = states.get(parameter)
+        if isinstance(state, Mapping) and state:
+            checksum = 0
+            for name in sorted(map(str, state)):
+                checksum = zlib.crc32(name.encode(), checksum)
+                value = state.get(name)
+                if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+                    checksum = zlib.crc32(np.uint32(_core.crc32c(_bytes_of(value))).tobytes(), checksum)
+                elif isinstance(value, (float, int)):
+                    checksum = zlib.crc32(np.float64(value).tobytes(), checksum)
+            found[position] = checksum
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

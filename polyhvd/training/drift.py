@@ -1,6 +1,7 @@
 """Reports weights that ranks train together and that differ between them, as after a forgotten broadcast.
 
-Learning rates and other hyperparameters travel in the same operation, with their values. If weights differ,
+Learning rates and other hyperparameters travel in the same operation, with their values, and so do checksums
+of the optimizer's state of each weight, which a program may have loaded on one rank only. If weights differ,
 every rank also sends the names of those that it trains, so that a layer frozen on some ranks is reported.
 """
 
@@ -70,11 +71,20 @@ _TRAINED_REMEDY = (
     "freeze the same weights on every rank, by 'trainable' of Keras, 'requires_grad' of PyTorch or "
     "'grad_req' of MXNet"
 )
+_STATES_REMEDY = (
+    "load the state of the optimizer on every rank, or call hvd.broadcast_optimizer_state() before the "
+    "first step"
+)
+_ORDER_REMEDY = "build the layers, and list their weights, in the same order on every rank"
 _MAPPING_REMEDY = "call mapping.broadcast(root_rank=0) before the first step"
 #: In place of a fingerprint: this rank does not train the weight.
 _FROZEN = -1
 #: In place of a position: the row has the number of positions.
 _COUNT = int(np.iinfo(np.int64).min)
+#: Is added to the position of a weight in the row of its state in the optimizer.
+_STATE = 1 << 40
+#: In place of the checksum of a state: this rank has none.
+_NO_STATE = -1
 _NAMES_SHOWN = 3
 _LENGTH_MAX = 1 << 32  # of a list of names
 _STRUCTURE_WAIT_S = 5.0  # of a step that might otherwise wait without end
@@ -104,11 +114,11 @@ class Drift:
 class DriftCheck:
     """Compares the weights of one optimizer over its ranks, once in each world.
 
-    It is one allgather of 24 bytes per weight and hyperparameter, at a step that every rank of the process
-    set takes. If that is the second step, the first one compares the number and shapes of the weights. A step
-    waits for it only with ``POLYHVD_CHECK_DRIFT=error``: otherwise a thread reports a later result, and the
-    rank does not leave before. A rank that has called ``join()`` begins no comparison, since it may have
-    missed the step of the others.
+    It is one allgather of 24 bytes per weight, optimizer state and hyperparameter, at a step that every rank
+    of the process set takes. If that is the second step, the first one compares the number and shapes of the
+    weights. A step waits for it only with ``POLYHVD_CHECK_DRIFT=error``: otherwise a thread reports a later
+    result, and the rank does not leave before. A rank that has called ``join()`` begins no comparison, since
+    it may have missed the step of the others.
 
     Args:
         call: the optimizer, as the report names it.
@@ -171,13 +181,20 @@ class DriftCheck:
         self._steps_left = 1
         return True
 
-    def begin(self, name: str, weights: Weights, values: Hyperparameters | None = None) -> None:
+    def begin(
+        self,
+        name: str,
+        weights: Weights,
+        values: Hyperparameters | None = None,
+        states: Mapping[int, int] | None = None,
+    ) -> None:
         """Send fingerprints of the weights.
 
         Args:
             name: begins the name of the operation, unless there is a mapping.
             weights: of this rank.
             values: hyperparameters of this rank; not with a mapping.
+            states: checksums of the optimizer's states, by positions of their weights; not with a mapping.
         """
         name = name if self._mapping is None else self._mapping.prefix
         world = self._process_set.world or current.world()
@@ -186,17 +203,20 @@ class DriftCheck:
             number = counter[name]
             counter[name] += 1
         full_name = f"{name}.drift.{number}"
-        self._begun = _Comparison(world, process_set_id(self._process_set), full_name, weights, values or {})
+        number = process_set_id(self._process_set)
+        self._begun = _Comparison(world, number, full_name, weights, values or {}, states or {})
 
     def compare(
         self,
         name: str,
         weights: Callable[[], Weights],
         values: Callable[[], Hyperparameters] = dict,
+        states: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         """In the step at which it is due, :meth:`begin` and :meth:`finish`."""
         if self.is_due():
-            self.begin(name, weights(), values() if self._mapping is None else {})
+            more = (values(), states()) if self._mapping is None else ()
+            self.begin(name, weights(), *more)
             self.finish()
         elif self.is_first:
             self.begin(name, shapes_of(weights()))
@@ -233,12 +253,18 @@ class _Comparison:
     """An allgather of fingerprints that has begun."""
 
     def __init__(
-        self, world: World, number: int, name: str, weights: Weights, values: Hyperparameters
+        self,
+        world: World,
+        number: int,
+        name: str,
+        weights: Weights,
+        values: Hyperparameters,
+        states: Mapping[int, int],
     ) -> None:
         self.world = world
         self.raises = world.settings.check_drift == "error"
         self._ranks = world.engine.process_sets()[number]
-        self._rows = _Rows(world, number, name, weights, values)
+        self._rows = _Rows(world, number, name, weights, values, states)
         rows = self._rows.array
         self._handle = world.engine.submit(OpKind.ALLGATHER, name, (rows,), None, process_set=number)
 
@@ -285,7 +311,7 @@ def compare_now(
     world, number = among.world or current.world(), process_set_id(among)
     if world.settings.check_drift == "off" or among.size() == 1:
         return None
-    rows = _Rows(world, number, name, weights, values or {})
+    rows = _Rows(world, number, name, weights, values or {}, {})
     ranks = range(world.placement.size) if sharing.ranks is None else sharing.ranks
     with world.line(name, number):
         handle = world.engine.submit(
@@ -349,7 +375,13 @@ class _Rows:
     """
 
     def __init__(
-        self, world: World, number: int, name: str, weights: Weights, values: Hyperparameters
+        self,
+        world: World,
+        number: int,
+        name: str,
+        weights: Weights,
+        values: Hyperparameters,
+        states: Mapping[int, int],
     ) -> None:
         self._world = world
         self._number = number
@@ -371,6 +403,7 @@ class _Rows:
             self._trained[position] = weight[0]
             data: Any = np.ascontiguousarray(weight[1]).reshape(-1).view(np.uint8)
             rows.append((rank, position, _core.crc32c(data)))
+        rows += [(rank, _STATE + at, checksum) for at, checksum in states.items() if at in self._trained]
         if rows:
             rows.append((rank, _COUNT, count))
         for first, (weight_name, by_name) in values.items():
@@ -389,6 +422,7 @@ class _Rows:
         """
         gathered = np.frombuffer(memoryview(handle.buffers()[0]), dtype=np.int64).reshape(-1, 3)
         weights: dict[int, dict[int, int]] = {}
+        states: dict[int, dict[int, int]] = {}
         values: dict[int, dict[int, float]] = {}
         for rank, position, fingerprint in gathered.tolist():
             if rank not in ranks:
@@ -396,6 +430,8 @@ class _Rows:
             if position < 0 and position != _COUNT:
                 value = float(np.int64(fingerprint).view(np.float64))
                 values.setdefault(-position, {})[rank] = value
+            elif position >= _STATE:
+                states.setdefault(position - _STATE, {})[rank] = fingerprint
             else:
                 weights.setdefault(position, {})[rank] = fingerprint
         counts = weights.pop(_COUNT, {})
@@ -405,10 +441,10 @@ class _Rows:
         trained: dict[int, dict[int, str]] = {}
         if different or len(set(counts.values())) > 1:
             trained = self._names_of_ranks(ranks)
-            text = _training_difference(trained)
+            text, remedy = _training_difference(trained)
             if text:  # the cause of all else
                 is_endless = len({frozenset(names) for names in trained.values()}) > 1
-                return Drift(text, self._rank == min(counts), _TRAINED_REMEDY, is_endless)
+                return Drift(text, self._rank == min(counts), remedy, is_endless)
         unequal = [position for position in sorted(values) if _are_unequal(values[position].values())]
         if unequal:  # the cause of other weights
             first = unequal[0]
@@ -416,7 +452,8 @@ class _Rows:
             text = f"{name} differs between ranks: {_by_value(values[first])}"
             return Drift(text, is_reporter=self._rank == min(values[first]), remedy=_VALUES_REMEDY)
         if not different:
-            return None
+            shared = {at: of_state for at, of_state in states.items() if weights[at].keys() == counts.keys()}
+            return self._state_difference(shared, sorted(counts))
         first = different[0]
         number = sum(set(by_rank.values()) != {_FROZEN} for by_rank in weights.values())
         text = (
@@ -429,6 +466,33 @@ class _Rows:
         if its_name != trained.get(root, {}).get(first):
             text += f"; rank {other} calls it {its_name!r}"
         return Drift(text, is_reporter=self._rank == min(weights[first]))
+
+    def _state_difference(
+        self, states: Mapping[int, Mapping[int, int]], ranks: Sequence[int]
+    ) -> Drift | None:
+        """Of which weights the optimizers of some ranks have different states; None if of none.
+
+        Args:
+            states: checksums, by position of a weight that all ranks have, by rank.
+            ranks: of the comparison.
+        """
+        by_position = {
+            position: {rank: by_rank.get(rank, _NO_STATE) for rank in ranks}
+            for position, by_rank in sorted(states.items())
+        }
+        different = [at for at, by_rank in by_position.items() if len(set(by_rank.values())) > 1]
+        if not different:
+            return None
+        first = by_position[different[0]]
+        without = [rank for rank in ranks if first[rank] == _NO_STATE]
+        holders = [rank for rank in ranks if first[rank] != _NO_STATE]
+        sides = f"{_ranks(holders)} {_has(holders)} one, {_ranks(without)} {_has(without)} none"
+        name = self._trained.get(different[0], f"number {different[0]}")
+        text = (
+            f"the optimizer has different states of {len(different)} weights on the ranks, the first is that "
+            f"of {name!r}: {sides if without else _sides(first)}"
+        )
+        return Drift(text, is_reporter=self._rank == ranks[0], remedy=_STATES_REMEDY)
 
     def _names_of_ranks(self, ranks: Sequence[int]) -> dict[int, dict[int, str]]:
         """Names of the weights that each rank trains, by position; every rank makes this call, or none."""
@@ -525,19 +589,28 @@ def names_at_some_positions(world: World, number: int, name: str, names: Mapping
     return _holders(different, "on") if any(different.values()) else ""
 
 
-def _training_difference(by_rank: Mapping[int, Mapping[int, str]]) -> str:
-    """Which ranks train which weights; empty if all ranks train the same ones.
+def _training_difference(by_rank: Mapping[int, Mapping[int, str]]) -> tuple[str, str]:
+    """Which ranks train which weights, and what to do; empty texts if all ranks train the same ones.
 
     Layers without a name are numbered within each process. If ranks train the same number of weights and no
-    name is at the same position on both, only these numbers differ.
+    name is at the same position on both, only these numbers differ, unless the names are the same ones.
 
     Args:
         by_rank: names of the weights that a rank trains, by position.
     """
     root, *others = by_rank.values()
+    in_order = {rank: tuple(name for _, name in sorted(names.items())) for rank, names in by_rank.items()}
+    are_same = len({tuple(sorted(names)) for names in in_order.values()}) == 1
+    if are_same and len(set(in_order.values())) > 1:
+        at = next(i for i, names in enumerate(zip(*in_order.values(), strict=True)) if len(set(names)) > 1)
+        holders: dict[str, list[int]] = {}
+        for rank, names in in_order.items():
+            holders.setdefault(names[at], []).append(rank)
+        listed = " and ".join(f"{name!r} on {_ranks(ranks)}" for name, ranks in holders.items())
+        return f"the ranks train the same weights in different orders: weight {at} is {listed}", _ORDER_REMEDY
     if all(_are_same_weights(root, other) for other in others):
-        return ""
-    return f"the ranks train different weights: {_holders(by_rank, 'trained on')}"
+        return "", ""
+    return f"the ranks train different weights: {_holders(by_rank, 'trained on')}", _TRAINED_REMEDY
 
 
 def _holders(by_rank: Mapping[int, Mapping[int, str]], verb: str) -> str:
@@ -604,8 +677,11 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
 
-def _sides(by_rank: dict[int, int]) -> str:
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _sides(by_rank: Mapping[int, int]) -> str:
     root = min(by_rank)
     others = [rank for rank, fingerprint in by_rank.items() if fingerprint != by_rank[root]]
-    verb = "has" if len(others) == 1 else "have"
-    return f"{_ranks(others)} {verb} other values than rank {root}"
+    return f"{_ranks(others)} {_has(others)} other values than rank {root}"

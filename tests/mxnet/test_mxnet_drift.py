@@ -67,6 +67,30 @@ def test_learning_rates_that_differ_are_reported_with_their_values(hvd, mx, np, 
     assert "0.125 on rank 0, 0.25 on rank 1; set the same value on every rank" in report
 
 
+@pytest.mark.parametrize("case", ["on one rank", "equal", "broadcast"])
+def test_a_state_of_the_optimizer_that_only_one_rank_has_loaded_is_reported(hvd, mx, np, tmp_path, case):
+    net = make_net(hvd, mx, seed=1)
+    saved = plain(mx, net)
+    train(hvd, mx, np, net, saved, ranks=[0], steps=1)
+    saved.save_states(str(tmp_path / "states"))
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    if hvd.rank() == 1 or case == "equal":
+        trainer.load_states(str(tmp_path / "states"))
+    if case == "broadcast":
+        hvd.broadcast_optimizer_state(trainer, root_rank=1)
+    with drift_reports() as reports:
+        train(hvd, mx, np, net, trainer)
+    found = everyones(hvd, reports)
+    if case != "on one rank":
+        assert found == []
+        return
+    (report,) = found
+    assert "DistributedTrainer: the optimizer has different states of 2 weights on the ranks" in report
+    assert (
+        f"the first is that of '{net.weight.name}': rank 1 has one, rank 0 has none; load the state" in report
+    )
+
+
 def test_schedules_and_rates_of_local_parameters_are_not_reported(hvd, mx, np):
     net = make_net(hvd, mx, seed=1)
     schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=0.1)

@@ -151,6 +151,19 @@ def test_layers_that_ranks_freeze_are_reported_by_name(eager: bool) -> None:
     assert f"{names['a']} rank 0 and not on rank 1; freeze the same weights" in report
 
 
+def test_the_same_variables_in_another_order_are_reported_with_a_position() -> None:
+    variables = [tf.Variable([float(number)], name=name) for number, name in enumerate("abc")]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    given = variables if RANK == 0 else variables[::-1]
+    with drift_reports() as reports:
+        for _ in range(2):
+            optimizer.apply([tf.ones(1)] * 3, given)
+    (report,) = [report for some in hvd.allgather_object(reports) for report in some]
+    first, *_, last = (variable.name for variable in variables)
+    expected = f"in different orders: weight 0 is {first!r} on rank 0 and {last!r} on rank 1"
+    assert f"{LABEL}the ranks train the same weights {expected}; build the layers" in report
+
+
 @pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"POLYHVD_CHECK_DRIFT": "error"})
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graph"])
 def test_an_error_is_raised_on_every_rank(eager: bool) -> None:

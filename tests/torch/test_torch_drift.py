@@ -92,6 +92,37 @@ def test_a_rank_that_joins_before_its_first_step_holds_nobody_up() -> None:
     assert "rank 2 has other values than rank 0" in "".join(reports) or hvd.rank() > 0
 
 
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+@pytest.mark.parametrize("case", ["equal", "on one rank", "broadcast", "other"])
+def test_a_state_of_the_optimizer_that_only_some_ranks_have_loaded_is_reported(op: str, case: str) -> None:
+    torch.manual_seed(1)
+    module = model()
+    optimizer: Any = torch.optim.AdamW(module.parameters(), 0.1)
+    saved = torch.optim.AdamW(module.parameters(), 0.1)
+    train(module, saved, steps=1)
+    state = saved.state_dict()
+    if case == "other" and hvd.rank() == 2:
+        state["state"][1]["exp_avg"] = state["state"][1]["exp_avg"] + 1
+    if hvd.rank() == 0 or case in ("equal", "other"):
+        optimizer.load_state_dict(state)
+    if case == "broadcast":
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optimizer, module.named_parameters(), op=getattr(hvd, op))
+    reports = everyones_reports(module, optimizer)
+    if case in ("equal", "broadcast"):
+        assert reports == []
+        return
+    (report,) = reports
+    number, sides = 4, "'0.weight': rank 0 has one, ranks 1, 2 have none"
+    if case == "other":
+        number, sides = 1, "'0.bias': rank 2 has other values than rank 0"
+    assert (
+        f"the optimizer has different states of {number} weights on the ranks, the first is that of "
+        in report
+    )
+    assert f"{sides}; load the state of the optimizer on every rank, or call hvd.broadcast_op" in report
+
+
 def test_weights_are_compared_in_the_first_step_only() -> None:
     module = model()
     optimizer = sgd(module)
