@@ -107,6 +107,10 @@ class Steps:
                 states=checksums_of_states(parameters, states),
             )
 
+    def compare_again(self) -> None:
+        """Let the next :meth:`compare` compare the parameters, some of which were added."""
+        self._drift.compare_again()
+
     @torch.no_grad()
     def combine(self, parameters: Sequence[Tensor], starts: dict[int, Tensor]) -> None:
         """Replace each parameter by its start plus the Adasum of all ranks' differences to it.
@@ -179,6 +183,11 @@ class AdasumOptimizer(torch.optim.Optimizer):
     def register_local_var(self, parameter: Tensor) -> None:
         """Let a parameter be this rank's own; on every rank."""
         self._own_steps().local.add(id(parameter))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, in the same order on every rank."""
+        super().add_param_group(param_group)
+        self._own_steps().compare_again()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Set the gradients to zero, or to None, as the optimizer's own method does."""

@@ -96,9 +96,6 @@ class Gradients(Section):
             groups=KeyGroups(),
         )
         self._names = names
-        if names:
-            ordered = "\0".join(names.get(id(parameter), "") for parameter in parameters)
-            self.digest = zlib.crc32(ordered.encode()) & 0xFFFF
         self._op = op = options.op
         # Averaging twice changes nothing: mean(mean(a) + b) = mean(a) + mean(b). So do Min and Max.
         self._repeatable = op in (ReduceOp.Average, ReduceOp.Min, ReduceOp.Max)
@@ -153,6 +150,10 @@ class Gradients(Section):
             self._passes.append(0)
             self.place.size += 1
             _registry.take(parameter, self, position)
+        if self._names:
+            ordered = "\0".join(self._names.get(id(parameter), "") for parameter in self._parameters)
+            self.digest = zlib.crc32(ordered.encode()) & 0xFFFF or 1
+        self._drift.compare_again()  # with the values of parameters that were added later
 
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
         """Raise an error if an optimizer has parameters whose gradients are not reduced."""

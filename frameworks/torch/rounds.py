@@ -325,8 +325,9 @@ class _Round:
             if _differ(states[part.begin + 4 :][:4]):
                 errors.append(
                     RankMismatchError(
-                        "the parameters of an optimizer have other names on other ranks; make optimizers in "
-                        "the same order on every rank, and let threads make theirs one after the other"
+                        "the parameters of an optimizer have other names on other ranks; make optimizers, "
+                        "and add groups of parameters, in the same order on every rank, and let threads make "
+                        "optimizers one after the other"
                     )
                 )
             most, least = states[part.begin + 2], _ROUNDS_MAX - states[part.begin + 3]

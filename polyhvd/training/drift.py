@@ -175,8 +175,9 @@ class DriftCheck:
         return self._steps_left == 0 and _is_compared(world, self._process_set)
 
     def compare_again(self) -> bool:
-        """Let the next :meth:`is_due` be true; return whether weights can be compared in this world."""
-        if not self.is_settled or not _is_compared(current.world(), self._process_set):
+        """Let the next :meth:`is_due` be true; return False if no weights were compared in this world yet."""
+        world = current.world()
+        if self._world is None or self._world() is not world or not _is_compared(world, self._process_set):
             return False
         self._steps_left = 1
         return True

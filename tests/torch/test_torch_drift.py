@@ -237,6 +237,31 @@ def test_optimizers_of_other_layers_are_reported_by_name() -> None:
 
 
 @pytest.mark.parametrize("op", ["Average", "Adasum"])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("case", ["same", "other order", "not broadcast"])
+def test_parameters_that_are_added_later_are_compared(op: str, named: bool, case: str) -> None:
+    torch.manual_seed(1 if case != "not broadcast" else hvd.rank())
+    module = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
+    hvd.broadcast_parameters(module[0].state_dict(), root_rank=0)
+    names = module.named_parameters() if named else None
+    optimizer: Any = torch.optim.SGD(module[0].parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, names, op=getattr(hvd, op))
+    assert everyones_reports(module, optimizer) == []
+    for layer in (2, 1) if case == "other order" and hvd.rank() == 1 else (1, 2):
+        optimizer.add_param_group({"params": module[layer].parameters()})
+    if case == "other order" and named and op != "Adasum":
+        with raises(RankMismatchError, "other names on other ranks", "add groups of parameters"):
+            train(module, optimizer)
+        return
+    reports = everyones_reports(module, optimizer)
+    assert len(reports) == (case != "same")
+    if reports and op == "Adasum" and named and case == "other order":
+        assert "different orders: weight 2 is '1.weight' on ranks 0, 2 and '2.weight' on rank 1" in reports[0]
+    elif reports:
+        assert "4 of 6 weights differ between ranks" in reports[0]
+
+
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
 def test_another_number_of_weights_is_an_error_with_their_names(op: str) -> None:
     module, other = model(), model()
     hvd.broadcast_parameters(module.state_dict(), root_rank=0)
