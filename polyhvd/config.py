@@ -552,42 +552,47 @@ _LAUNCHER = "For Horovod's launchers; polyhvdrun does not use them."
 
 _INEFFECTIVE = (
     Ineffective(
-        "ADASUM_MPI_CHUNK_SIZE", "Adasum runs on the host backend, which chooses its chunks, not on MPI."
+        "ADASUM_MPI_CHUNK_SIZE",
+        "Adasum runs on the CPU backend, which chooses the size of its chunks itself, and not on MPI.",
     ),
     Ineffective(
         "BATCH_D2D_MEMCOPIES",
-        "Large tensors are reduced in place; small ones on a GPU are packed, with a copy each.",
+        "Large tensors are reduced in place. Small tensors on a GPU are packed with one copy each.",
     ),
     Ineffective("CCL_*", "oneCCL is not used."),
-    Ineffective("DISABLE_NVTX_RANGES", "No NVTX ranges are made."),
-    Ineffective(
-        "DYNAMIC_PROCESS_SETS", "Always on: process sets can be added and removed while the job runs."
-    ),
+    Ineffective("DISABLE_NVTX_RANGES", "polyhvd makes no NVTX ranges."),
+    Ineffective("DYNAMIC_PROCESS_SETS", "Process sets can always be added and removed while the job runs."),
     Ineffective("ELASTIC", _ELASTIC),
     Ineffective("ELASTIC_TIMEOUT", "For polyhvdrun: the default of --elastic-timeout."),
     Ineffective(
         "ENABLE_ASYNC_COMPLETION",
-        "Always so: operations on a GPU are done when they have been given to a stream.",
+        "Always on: an operation on a GPU counts as completed when it has been put on a stream.",
     ),
-    Ineffective("ENABLE_XLA_OPS", "There are no operations for XLA; TensorFlow's own compiler refuses ours."),
-    Ineffective("GLOO_RENDEZVOUS_*", _LAUNCHER),
-    Ineffective("HIERARCHICAL_ALLGATHER", "Always so: a host's ranks gather first, then hosts swap blocks."),
-    Ineffective("HOSTNAME", "Set by launchers, for scripts to read; HOST_ID tells hosts apart."),
     Ineffective(
-        "NUM_NCCL_STREAMS", "NCCL has one stream, on which operations keep the order that all ranks share."
+        "ENABLE_XLA_OPS",
+        "polyhvd has no operations for XLA, and XLA refuses polyhvd's operations of TensorFlow.",
+    ),
+    Ineffective("GLOO_RENDEZVOUS_*", _LAUNCHER),
+    Ineffective(
+        "HIERARCHICAL_ALLGATHER",
+        "Allgather is always hierarchical: the ranks of a host gather first, then hosts exchange blocks.",
+    ),
+    Ineffective("HOSTNAME", "Launchers set it for scripts. polyhvd distinguishes hosts by HOST_ID."),
+    Ineffective(
+        "NUM_NCCL_STREAMS", "NCCL operations run on one stream, in the order that all ranks have agreed on."
     ),
     Ineffective("SPARK_*", _LAUNCHER),
     Ineffective(
         "TORUS_ALLREDUCE",
-        "NCCL chooses its own algorithms. On CPUs each rank of a host already reduces one slice, "
-        "and exchanges it with the ranks that have the same slice on other hosts.",
+        "NCCL chooses its algorithms itself. On CPUs each rank of a host always reduces one slice, and "
+        "exchanges it with the ranks that have the same slice on other hosts.",
     ),
     *(
         Ineffective(name, _BUILD)
         for name in ("BUILD_*", "CMAKE", "CUDA_HOME", "GPU_*", "NCCL_*", "ROCM_HOME")
     ),
     *(Ineffective(name, _BUILD) for name in ("WITHOUT_*", "WITH_*")),
-    Ineffective("TEST_*", "Of test programs."),
+    Ineffective("TEST_*", "Variables of test programs."),
 )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from polyhvd import cli
 from polyhvd.launch.cli import options
+from polyhvd.parity import migrating
 
 _HEAD = """\
 # Commands
@@ -63,7 +64,12 @@ def main() -> None:
     """Print the page."""
     os.environ["COLUMNS"] = "100"
     print(_HEAD, end="")
-    for parser, name in ((options.make_parser(), "polyhvdrun"), (cli._parser(with_parity=True), "polyhvd")):
+    parsers = {
+        "polyhvdrun": options.make_parser(),
+        "polyhvd": cli._parser(with_parity=True),
+        "polyhvd parity migrate": migrating._parser(),
+    }
+    for name, parser in parsers.items():
         print("\n".join(commands(parser, name)))
 
 

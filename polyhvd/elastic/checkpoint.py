@@ -112,8 +112,8 @@ def pack(value: Any, where: str = "state") -> tuple[Any, list[Array]]:
             items = [packed(part, f"{name}[{number}]") for number, part in enumerate(item)]
             return {type(item).__name__: items}
         raise CheckpointError(
-            f"{name} is a {type(item).__module__}.{type(item).__qualname__}, which no checkpoint can keep: "
-            "it has to consist of numbers, texts, bytes, None and arrays, in dicts, lists and tuples"
+            f"{name} is a {type(item).__module__}.{type(item).__qualname__}, which cannot be stored in "
+            "a checkpoint: use numbers, texts, bytes, None and arrays, in dicts, lists and tuples"
         )
 
     return packed(value, where), arrays

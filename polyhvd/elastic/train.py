@@ -390,7 +390,7 @@ class Training(ObjectState):
         self.parts.settle()
         if self._completed is not None and self._rank() == 0 and (member := process.find()) is not None:
             again = max(0, self._completed - self.steps)
-            repeats = f"; {again} completed step{'s' if again != 1 else ''} made again" if again else ""
+            repeats = f"; {again} completed step{'s are' if again != 1 else ' is'} repeated" if again else ""
             member.send_message(f"the training continues from the commit of step {self.steps}{repeats}")
         self._completed = None
 

@@ -51,7 +51,9 @@ _SECONDS_MAX = 1e6
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(STATUSES["usage"], f"polyhvd parity: {message}; see polyhvd parity --help\n")
+        self.exit(
+            STATUSES["usage"], f"polyhvd parity: {message}; run polyhvd parity --help for the options\n"
+        )
 
 
 def _positive(text: str) -> int:
@@ -148,10 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(_listed()))
         return 0
     if (options.case is None) == (options.scripts is None):
-        parser.error("give a CASE or --scripts, one of them")
+        parser.error("give either a CASE or --scripts")
     if options.scripts is not None and (given := [n for n in _OF_CASES if getattr(options, n) is not None]):
         parser.error(
-            f"--{given[0].replace('_', '-')} is for a CASE; the programs of --scripts set that themselves"
+            f"--{given[0].replace('_', '-')} is for a CASE; with --scripts, the programs set it themselves"
         )
     if options.scripts is not None and len(options.scripts) * (options.np or 1) == 1:
         parser.error(

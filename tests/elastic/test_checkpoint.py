@@ -118,7 +118,7 @@ def test_two_are_kept_and_what_the_dead_have_begun_is_removed(tmp_path: Path) ->
     "value", [object(), {"a": [lambda: 1]}, {1, 2}, np.array([None]), np.ma.array([1.0], mask=[True])]
 )
 def test_what_would_need_a_pickle_is_refused_with_its_name(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"^state\['x'\].* is a .*, which no checkpoint can keep"):
+    with pytest.raises(CheckpointError, match=r"^state\['x'\].* is a .*, which cannot be stored in"):
         pack({"x": value})
 
 

@@ -54,7 +54,8 @@ def test_status_of_a_job_that_trains_and_then_waits_for_a_slot(launcher: Launche
     assert re.match(r"process 1 on localhost was killed by SIGKILL", wait["because"])
     text = status(launcher)
     assert re.search(r"^now: waits for slot 1 of localhost: it is not used after 1 failure for ", text, re.M)
-    assert re.search(r"^ends: in \d+ (s|min), unless enough come \(--elastic-timeout\)$", text, re.M)
+    ends = r"^ends: in \d+ (s|min), unless enough slots become free \(--elastic-timeout\)$"
+    assert re.search(ends, text, re.M)
     said = b"polyhvdrun: waits for slot 1 of localhost: it is not used after 1 failure"
     process, deadline = launcher.process, time.monotonic() + DEADLINE_S
     assert process is not None

@@ -96,6 +96,7 @@ def test_jsrun_s_command_line_is_shown_and_its_absence_told(env: dict[str, str])
         *("--smpiargs=off", "python", "train.py"),
     ]
     for words, message in (
+        (["--jsrun", "--output-filename", "o", "true"], "--output-filename is not for --jsrun: give its"),
         (["--jsrun", "-np", "3", "true"], "3 ranks cannot be distributed equally over 2 hosts"),
         (["--jsrun", "-H", "a:1", "true"], "--jsrun is for jobs of LSF, on the hosts of the job"),
     ):

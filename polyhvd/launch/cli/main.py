@@ -82,9 +82,11 @@ def _main(arguments: Sequence[str] | None) -> int:
             return _become_mpirun(spec, options)
         if options.jsrun:
             return _become_jsrun(spec, options)
-        for name, given in (("--mpi-args", options.mpi_args), ("--binding-args", options.binding_args)):
-            if given:
-                print(f"polyhvdrun: {name} has no effect without --mpi", file=sys.stderr, flush=True)
+        if options.mpi_args:
+            print("polyhvdrun: --mpi-args has no effect without --mpi", file=sys.stderr, flush=True)
+        if options.binding_args:
+            text = "--binding-args has no effect without --mpi or --jsrun"
+            print(f"polyhvdrun: {text}", file=sys.stderr, flush=True)
         if options.dry_run:
             from polyhvd.launch.cli.dry_run import plan
 
@@ -170,17 +172,9 @@ def _become_mpirun(spec: JobSpec, options: argparse.Namespace) -> int:
     """Run MPI's launcher in this process's place."""
     from polyhvd.launch.providers.mpirun import find_launcher
 
-    refused = {
-        "--output-filename": (options.output_filename, "give the launcher's own option with --mpi-args"),
-        "--prefix-output-with-timestamp": (options.timestamps, "as is printing; see --mpi-args"),
-        "--keep-going": (options.keep_going, "whose launchers end a job in another way"),
-        "--max-restarts": (options.max_restarts, "whose launchers end the job themselves"),
-        "--metrics-port": (options.metrics_port is not None, "whose launchers receive no metrics"),
-        "':'": (len(spec.programs), "give mpirun itself several programs"),
-    }
-    for name, (given, reason) in refused.items():
-        if given:
-            raise ValueError(f"{name} is not for --mpi; {reason}")
+    if spec.programs:
+        raise ValueError("':' is not for --mpi; give mpirun itself several programs")
+    _refuse_what_others_do(options, "--mpi", "--mpi-args")
     launcher = find_launcher()
     extra = [*shlex.split(options.binding_args), *shlex.split(options.mpi_args)]
     if launcher.open_mpi:  # of the others all variables of this process are passed on
@@ -198,12 +192,30 @@ def _become_mpirun(spec: JobSpec, options: argparse.Namespace) -> int:
     os.execve(words[0], words, env)
 
 
+def _refuse_what_others_do(options: argparse.Namespace, launcher: str, passed_on: str) -> None:
+    """Raise ValueError if an option is for this process, in whose place another launcher will run."""
+    own = f"give its launcher's own option with {passed_on}"
+    refused = {
+        "--output-filename": (options.output_filename, own),
+        "--prefix-output-with-timestamp": (options.timestamps, own),
+        "--keep-going": (options.keep_going, "its launcher ends a job in another way"),
+        "--max-restarts": (options.max_restarts, "its launcher ends the job itself"),
+        "--metrics-port": (options.metrics_port is not None, "its launcher receives no metrics"),
+    }
+    for name, (given, reason) in refused.items():
+        if given:
+            raise ValueError(f"{name} is not for {launcher}: {reason}")
+
+
 def _become_jsrun(spec: JobSpec, options: argparse.Namespace) -> int:
     """Run jsrun in this process's place."""
     from polyhvd.launch.providers.lsf_agents import jsrun_command, jsrun_path
 
     if spec.programs:
         raise ValueError("':' is not for --jsrun; it takes several programs from a rankfile, --erf_input")
+    _refuse_what_others_do(options, "--jsrun", "--binding-args")
+    if options.mpi_args:
+        print("polyhvdrun: --mpi-args has no effect with --jsrun", file=sys.stderr, flush=True)
     env = {**spec.env, **_variables(options)}
     words = jsrun_command(spec.argv, spec.placements, env, shlex.split(options.binding_args))
     if options.dry_run:

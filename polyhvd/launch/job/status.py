@@ -131,7 +131,7 @@ def head(found: Mapping[str, Any], now: float) -> Iterator[str]:
     if found["reason"]:
         yield f"why: {found['reason']}"
     if found["until"] is not None:
-        yield f"ends: in {lasting(found['until'] - now)}, unless enough come (--elastic-timeout)"
+        yield f"ends: in {lasting(found['until'] - now)}, unless enough slots become free (--elastic-timeout)"
 
 
 def _places(slots: Sequence[Mapping[str, Any]], now: float, *, whole: bool) -> Iterator[str]:
