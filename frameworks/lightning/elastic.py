@@ -16,22 +16,14 @@ from polyhvd.torch.state import broadcast_parameters
 from polyhvd.collectives.objects import broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.data.position import Position
+from polyhvd.elastic import exports
+from polyhvd.elastic.exports import *
 from polyhvd.elastic.loop import run, run_fn
-from polyhvd.elastic.slow import slow_ranks
-from polyhvd.elastic.state import ObjectState, State
-from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, InvalidArgumentError
+from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.state import put_tensors, take_tensors
 
-__all__ = [
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "LightningState",
-    "ObjectState",
-    "State",
-    "run",
-    "run_fn",
-    "slow_ranks",
-]
+__all__ = ["LightningState", "run", "run_fn"]
+__all__ += exports.__all__
 
 Tensor = torch.Tensor
 
