@@ -450,6 +450,8 @@ class ParquetFiles:
 
         try:
             return file.call(read)
+        except FileNotFoundError as error:
+            raise DataError(f"{file} does not exist") from error
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise DataError(f"{file} cannot be read as {self.format.name}: {error}") from error
 

@@ -885,7 +885,7 @@ def test_column_that_cannot_be_an_array_is_refused(tmp_path: Path, type_: Any) -
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.parquet", "missing.parquet cannot be read as a Parquet file"),
+        ("missing.parquet", "missing.parquet does not exist"),
         ("text.parquet", "text.parquet cannot be read as a Parquet file"),
         ("truncated.parquet", "truncated.parquet cannot be read as a Parquet file"),
         ("empty", "the folder 'empty' has no files that end in .parquet"),

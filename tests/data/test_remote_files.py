@@ -470,7 +470,7 @@ def test_refused_credentials_are_an_error_without_another_attempt(
     ("path", "message"),
     [
         ("{}", "the folder 's3://{}' has no files that end in .parquet"),
-        ("{}/none.parquet", "s3://{}/none.parquet cannot be read as a Parquet file: "),
+        ("{}/none.parquet", "s3://{}/none.parquet does not exist"),
         ("{}/*.parquet", "no file matches 's3://{}/[*].parquet'"),
         ("no-such-bucket/*.parquet", "'s3://no-such-bucket/[*].parquet' cannot be listed: .*NO_SUCH_BUCKET"),
     ],
