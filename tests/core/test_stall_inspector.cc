@@ -75,6 +75,18 @@ TEST_CASE("a report begins with the one rank that has submitted, and with what t
       "    'x', for 61 s\n"));
 }
 
+TEST_CASE("ranks that wait for each other are named if one of them has begun later") {
+  Desk desk;
+  for (const int age_s : {5, 20}) {
+    desk.waiting = {stalled("x", 61, {0}, {1}), stalled("y", age_s, {1}, {0})};
+    desk.begin();
+    const bool is_named =
+        mentions(desk.report(), "\n  they wait for each other: rank 0 is at its ");
+    CHECK(is_named == (age_s == 20));
+    desk.now += seconds(200);
+  }
+}
+
 TEST_CASE("the one rank that has submitted is asked, too, if the line of its call is unknown") {
   Desk desk;
   desk.waiting = {stalled("x", 61, {0}, {1})};

@@ -12,6 +12,8 @@ namespace {
 
 constexpr std::size_t kNamesShown = 10;
 constexpr std::size_t kProcessesShown = 4;
+// Of the limit: an operation that has waited for so long may be what another one waits for.
+constexpr double kRelevantAge = 0.25;
 constexpr std::string_view kShutdownSetting = "POLYHVD_STALL_SHUTDOWN_TIME_SECONDS";
 
 bool is_lone(const Stalled& s) { return s.ready_ranks.size() == 1; }
@@ -187,7 +189,11 @@ std::optional<StallReport> StallInspector::finish(std::span<const Stalled> pendi
   std::string text(fatal ? "stalled for too long: " : "stalled: ");
   text += lone.empty() ? "ranks have not submitted operations that others wait for:" : lone;
   text += text_of_stalled(stalled) + text_of_answers(ranks_to_ask(stalled));
-  text += text_of_order(stalled) + text_of_finished(stalled) + indented(remark, "  ");
+  // Of two ranks that wait for each other, one may have begun later.
+  const auto recent = std::ranges::find_if(
+      pending, [this](const Stalled& s) { return s.age < *limit() * kRelevantAge; });
+  text += text_of_order({pending.begin(), recent});
+  text += text_of_finished(stalled) + indented(remark, "  ");
   return StallReport{std::move(text), fatal};
 }
 
