@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -32,6 +34,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 #: A rank that says where it is, and what the sum over the ranks is.
 WORK = """
 import os
+import random
 import numpy as np
 import polyhvd.numpy as hvd
 hvd.init()
@@ -59,9 +62,11 @@ def can_make_hosts() -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port on which nothing listens, and which the kernel gives to no connection meanwhile."""
+    while True:
+        port = random.randrange(15_000, 32_000)  # below net.ipv4.ip_local_port_range
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 class Job:

@@ -200,5 +200,5 @@ def test_a_cause_of_the_same_class_that_the_program_has_raised_stays(run: Run) -
 def test_the_traceback_of_an_error_of_data_ends_at_the_call(run: Run) -> None:
     done = run(f"{TRAIN}from polyhvd.data import ParquetLoader\nParquetLoader('absent', batch_size=1)\n")
     _, _, last = done.stderr.rpartition("Traceback")  # after the cause, a FileNotFoundError of pyarrow's call
-    assert "polyhvd.errors.DataError: absent cannot be read" in last
+    assert "polyhvd.errors.DataError: absent does not exist" in last
     assert "polyhvd/data" not in last

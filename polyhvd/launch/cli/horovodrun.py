@@ -55,7 +55,8 @@ REMARKS = {
     "--mpi": "See [mpi.md](mpi.md).",
     "--mpi-args": "Only with `--mpi`; otherwise a warning is printed.",
     "--gloo": "The default. Gloo is not used.",
-    "--binding-args": "Only with `--mpi`; otherwise ranks are not bound, and a warning is printed.",
+    "--binding-args": "Only with `--mpi` and `--jsrun`; otherwise ranks are not bound, and a warning is "
+    "printed.",
     "--jsrun": "See [launcher.md](launcher.md#lsf).",
     "--hierarchical-allreduce": "For tensors on GPUs. On CPUs, allreduce is always hierarchical.",
     "--timeline-filename": "One file for each rank.",
