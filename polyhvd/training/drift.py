@@ -205,7 +205,9 @@ class DriftCheck:
             counter[name] += 1
         full_name = f"{name}.drift.{number}"
         number = process_set_id(self._process_set)
-        self._begun = _Comparison(world, number, full_name, weights, values or {}, states or {})
+        self._begun = _Comparison(
+            world, number, full_name, _Rows(world, number, full_name, weights, values or {}, states or {})
+        )
 
     def compare(
         self,
@@ -253,21 +255,12 @@ class DriftCheck:
 class _Comparison:
     """An allgather of fingerprints that has begun."""
 
-    def __init__(
-        self,
-        world: World,
-        number: int,
-        name: str,
-        weights: Weights,
-        values: Hyperparameters,
-        states: Mapping[int, int],
-    ) -> None:
+    def __init__(self, world: World, number: int, name: str, rows: _Rows) -> None:
         self.world = world
         self.raises = world.settings.check_drift == "error"
         self._ranks = world.engine.process_sets()[number]
-        self._rows = _Rows(world, number, name, weights, values, states)
-        rows = self._rows.array
-        self._handle = world.engine.submit(OpKind.ALLGATHER, name, (rows,), None, process_set=number)
+        self._rows = rows
+        self._handle = world.engine.submit(OpKind.ALLGATHER, name, (rows.array,), None, process_set=number)
 
     def is_done(self, timeout_s: float) -> bool:
         """Return whether the result is known, which is awaited for so long."""
@@ -488,11 +481,11 @@ class _Rows:
         without = [rank for rank in ranks if first[rank] == _NO_STATE]
         holders = [rank for rank in ranks if first[rank] != _NO_STATE]
         sides = f"{_ranks(holders)} {_has(holders)} one, {_ranks(without)} {_has(without)} none"
+        sides = sides if without else _sides(first)
         name = self._trained.get(different[0], f"number {different[0]}")
-        text = (
-            f"the optimizer has different states of {len(different)} weights on the ranks, the first is that "
-            f"of {name!r}: {sides if without else _sides(first)}"
-        )
+        counted = f"{len(different)} weight{'s' if len(different) > 1 else ''}"
+        what = f"the optimizer's states of {counted} differ between ranks"
+        text = f"{what}, the first is that of {name!r}: {sides}"
         return Drift(text, is_reporter=self._rank == ranks[0], remedy=_STATES_REMEDY)
 
     def _names_of_ranks(self, ranks: Sequence[int]) -> dict[int, dict[int, str]]:

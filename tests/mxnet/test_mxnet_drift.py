@@ -85,7 +85,7 @@ def test_a_state_of_the_optimizer_that_only_one_rank_has_loaded_is_reported(hvd,
         assert found == []
         return
     (report,) = found
-    assert "DistributedTrainer: the optimizer has different states of 2 weights on the ranks" in report
+    assert "DistributedTrainer: the optimizer's states of 2 weights differ between ranks" in report
     assert (
         f"the first is that of '{net.weight.name}': rank 1 has one, rank 0 has none; load the state" in report
     )

@@ -113,13 +113,10 @@ def test_a_state_of_the_optimizer_that_only_some_ranks_have_loaded_is_reported(o
         assert reports == []
         return
     (report,) = reports
-    number, sides = 4, "'0.weight': rank 0 has one, ranks 1, 2 have none"
+    counted, sides = "4 weights", "'0.weight': rank 0 has one, ranks 1, 2 have none"
     if case == "other":
-        number, sides = 1, "'0.bias': rank 2 has other values than rank 0"
-    assert (
-        f"the optimizer has different states of {number} weights on the ranks, the first is that of "
-        in report
-    )
+        counted, sides = "1 weight", "'0.bias': rank 2 has other values than rank 0"
+    assert f"the optimizer's states of {counted} differ between ranks, the first is that of " in report
     assert f"{sides}; load the state of the optimizer on every rank, or call hvd.broadcast_op" in report
 
 
