@@ -64,6 +64,8 @@ _DAMAGES = (
 _NOT_NOW = {
     *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ESTALE),
     *(errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    # Of file systems on a network whose server did not answer, or that have disconnected this host.
+    *(errno.EIO, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENETDOWN, errno.ENETUNREACH, errno.EINTR),
 }
 
 Array = np.ndarray[Any, Any]
@@ -231,16 +233,23 @@ class Folder:
 
     def claim(self) -> None:
         """Let only this job write here, if possible: one that has claimed the folder before may not."""
+        if self.owner() == self.job:
+            return
+        self._remove_unfinished(lambda number: True)  # no rank of this job writes yet
         owner = self.path / _OWNER
         with contextlib.suppress(OSError):
             owner.unlink(missing_ok=True)
             with owner.open("x") as stream:  # the disk may be full
                 stream.write(self.job)
 
-    def _require_claim(self) -> None:
-        owner = ""
+    def owner(self) -> str:
+        """The name of the job that has claimed the folder last; empty: none, or it is not known."""
         with contextlib.suppress(OSError, ValueError), _opened(self.path / _OWNER) as stream:
-            owner = stream.read(_NAME_BYTES_MAX).decode()
+            return stream.read(_NAME_BYTES_MAX).decode()
+        return ""
+
+    def _require_claim(self) -> None:
+        owner = self.owner()
         if self.job and owner not in ("", self.job):
             raise CheckpointError(
                 f"another job writes checkpoints to {str(self.path)!r}: {owner!r}, which has been "
@@ -363,7 +372,8 @@ class Folder:
         except _DAMAGES as error:
             if isinstance(error, OSError) and error.errno in _NOT_NOW:
                 raise CheckpointError(
-                    f"the checkpoint {str(file)!r} cannot be read: {error}; start the job again when it can"
+                    f"the checkpoint {str(file)!r} cannot be read: {error}; start the job again when it can, "
+                    "or move the file away if the disk is damaged"
                 ) from error
             raise _torn(file, error) from error
 
@@ -391,11 +401,16 @@ class Folder:
         for number in self.numbers()[_KEPT:]:
             with contextlib.suppress(OSError):
                 self.file(number).unlink()
-        for name in os.listdir(self.path):
-            number_of = re.match(rf"{re.escape(_TEMPORARY)}(\d+)-", name)
-            if number_of and int(number_of[1]) < steps:
-                with contextlib.suppress(OSError):
-                    (self.path / name).unlink()
+        self._remove_unfinished(lambda number: number < steps)
+
+    def _remove_unfinished(self, is_chosen: Callable[[int], bool]) -> None:
+        """Remove files that processes have begun to write, by the number of the checkpoint."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.path):
+                number_of = re.match(rf"{re.escape(_TEMPORARY)}(\d+)-", name)
+                if number_of and is_chosen(int(number_of[1])):
+                    with contextlib.suppress(OSError):
+                        (self.path / name).unlink()
 
 
 def _write_arrays(stream: BinaryIO, arrays: dict[str, Array]) -> None:

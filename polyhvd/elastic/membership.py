@@ -307,6 +307,7 @@ class Membership:
         *,
         has_begun: bool = True,
         has_finished: bool = False,
+        is_within: bool = False,
         why: str = "",
     ) -> list[Action]:
         """A member has ended.
@@ -319,11 +320,14 @@ class Membership:
                 ends or fails before; if it had no place yet, its slot has a cooldown as after a loss.
             has_finished: whether its elastic functions had returned. If it was lost after that, no step is
                 repeated, and the job fails when the other members have ended.
+            is_within: whether it was within an elastic function. If it had been given notice and its own
+                handler of SIGTERM has ended the program, it has left, and has not finished.
             why: how it has ended, for messages about its slot.
         """
         found = self._members.pop(member, None)
         if self._over or found is None:
             return []
+        found.dismissed |= is_within and found.leaving and exit_kind is ExitKind.WELL
         slot = self._slots[found.host, found.slot]
         world = self._world
         placed = world is not None and member in world.members

@@ -377,15 +377,19 @@ class Training(ObjectState):
         if self._folder is not None:
             member = process.find()  # whose world may have one rank, and no name
             self._folder.job = current.world().job if member is None else member.job
-            found = allgather_object((self._commits, self._unfit), name="elastic.train.commits")
-            for rank, (_, unfit) in enumerate(found):
+            mine = self._commits, self._unfit, self._folder.owner()
+            found = allgather_object(mine, name="elastic.train.commits")
+            for rank, (_, unfit, _) in enumerate(found):
                 if unfit:
                     raise self._error_of(rank, unfit)
-            self._is_starting = max(commits for commits, _ in found) < 0
+            self._is_starting = max(commits for commits, *_ in found) < 0
             if self._is_starting:
                 self._resume(self._folder)
             elif self._commits < 0:
                 self._folder.make()
+                # A later job may have taken over a folder that hosts share.
+                if all(owner == self._folder.job for commits, _, owner in found if commits >= 0):
+                    self._folder.claim()
         super().sync()
         self.parts.settle()
         if self._completed is not None and self._rank() == 0 and (member := process.find()) is not None:
@@ -501,8 +505,7 @@ class Training(ObjectState):
             newest, error, damaged = -1, "", folder.torn()
             try:
                 folder.make()
-                if self._rank() == 0:
-                    folder.claim()
+                folder.claim()  # by each rank, since hosts may have folders of their own
                 numbers = set(folder.numbers())
                 newest = max(numbers - tried, default=-1)
                 damaged += [str(folder.file(number)) for number in numbers & tried]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import pickle
@@ -13,12 +14,13 @@ import sys
 import zipfile
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from polyhvd.elastic import checkpoint
 from polyhvd.elastic.checkpoint import Folder, TornError, pack
 from polyhvd.errors import CheckpointError
 
@@ -249,6 +251,31 @@ def test_name_of_the_job_may_be_a_pipe_or_damaged(tmp_path: Path) -> None:
         second.write(2, {})
     assert sorted(path.name for path in tmp_path.iterdir())[0] == ".job"
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_job_removes_what_killed_jobs_have_begun_to_write(tmp_path: Path) -> None:
+    left = tmp_path / ".writing-1010-0123"
+    left.write_bytes(b"half")
+    folder = Folder(tmp_path)
+    folder.job = "first"
+    folder.claim()
+    assert not left.exists()
+    left.write_bytes(b"half")
+    folder.claim()
+    assert left.exists(), "another rank of this job may write it"
+
+
+def test_file_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path)
+    folder.write(1, {"w": np.ones(3)})
+
+    def fail(*_: object) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(checkpoint, "_opened", fail)
+    with pytest.raises(CheckpointError, match=r"cannot be read: .* start the job again when it can") as found:
+        folder.read(1)
+    assert not isinstance(found.value, TornError)
 
 
 def test_job_that_starts_on_a_full_disk_is_not_taken_for_an_earlier_one(small_disk: Path) -> None:

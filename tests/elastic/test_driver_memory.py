@@ -9,6 +9,7 @@ from collections.abc import Iterator, Set
 import pytest
 from launching import wait_until
 
+from polyhvd.elastic.limits import RESUME_STATUS
 from polyhvd.elastic.membership import Limits
 from polyhvd.elastic.places import (
     BEGUN_CALLS,
@@ -36,8 +37,10 @@ HOSTS = [Host("here", 3)]
 class Job:
     """Processes that are started in name alone, and speak to a real rendezvous."""
 
-    def __init__(self) -> None:
-        limits = Limits(3, 1, 3, cooldown_s=(0.0, 0.0))
+    def __init__(self, limits: Limits | None = None) -> None:
+        limits = limits or Limits(3, 1, 3, cooldown_s=(0.0, 0.0))
+        self.size = limits.size
+        self.ends: list[tuple[str, int]] | None = None  # None: the job is not to end
         self.driver = Driver(Elastic(limits, HOSTS), HOSTS)
         self.rendezvous = Server(SECRET, observe=self.driver.observe)
         self.living: dict[int, Client] = {}
@@ -59,7 +62,9 @@ class Job:
         pass
 
     def end(self, reason: str, cause: Ending | None, status: int) -> None:
-        pytest.fail(f"the job ends: {reason}")
+        if self.ends is None:
+            pytest.fail(f"the job ends: {reason}")
+        self.ends.append((reason, status))
 
     def finish(self) -> None:
         pytest.fail("the job has finished")
@@ -124,7 +129,7 @@ class Job:
         self.turn()
         self.ask(set(self.living) - set(self.driver._membership.ranks))
         self.ask(self.driver._membership.ranks)
-        assert len(self.driver._membership.ranks) == 3
+        assert len(self.driver._membership.ranks) == self.size
 
 
 @pytest.fixture
@@ -132,6 +137,28 @@ def job() -> Iterator[Job]:
     job = Job()
     yield job
     job.close()
+
+
+def test_members_that_do_not_leave_after_a_shortage_are_ended_by_the_driver() -> None:
+    job = Job(Limits(2, 2, 2, timeout_s=5.0))
+    try:
+        job.come()
+        job.ends = []
+        job.driver.discover({"here": 1}, job.now)
+        for _ in range(60):  # none requests a place
+            job.turn()
+        assert [status for _, status in job.ends][:1] == [RESUME_STATUS]
+    finally:
+        job.close()
+
+
+def test_world_of_thousands_is_formed_within_the_time_of_a_heartbeat() -> None:
+    size = 2000
+    reply = PlaceReply(1, list(range(size)), ["0"] * size)
+    begin = time.process_time()
+    for _ in range(100):
+        reply.encoded()
+    assert time.process_time() - begin < 0.5, "of 100 replies"
 
 
 @pytest.mark.parametrize("words", [b"{", b"[" * 100_000, b"[]", b'{"after": 1e999, "generation": 1e999}'])

@@ -261,6 +261,18 @@ def test_members_that_do_not_leave_are_ended_after_a_time() -> None:
     assert end.resumable
 
 
+def test_members_with_notice_that_their_own_handler_ends_have_left_and_not_finished() -> None:
+    membership = running(Limits(2, 1, 2), {"a": 2})
+    membership.host_leaves("a", 5.0)
+    assert membership.ended(0, ExitKind.WELL, 5.1, is_within=True) == []
+    (end,) = ends(membership.ended(1, ExitKind.WELL, 5.1, is_within=True))
+    assert end.resumable
+    membership = running(Limits(2, 1, 2), {"a": 1, "b": 1})
+    membership.host_leaves("b", 5.0)
+    membership.ended(1, ExitKind.WELL, 5.1, is_within=True)
+    assert started(membership.hosts_are({"a": 2}, 6.0)), "the job continues and takes new slots"
+
+
 def test_job_that_reaches_its_end_while_its_members_are_to_leave_is_done() -> None:
     membership = short_of_slots()
     for member in (0, 1):

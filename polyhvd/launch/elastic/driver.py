@@ -183,7 +183,10 @@ class Driver:
             self._take_place_request(member, request, now)
         if self._stopped or self.over:
             self._dismiss_all()  # also those that requested a place before
-        if self._stopped or self._membership.all_are_leaving:
+        if self._stopped:
+            return
+        if self._membership.all_are_leaving:
+            self._do(self._membership.time_is(now))  # one may not leave in time
             return
         if self._discovery is not None:
             for text in self._discovery.complaints():
@@ -261,7 +264,13 @@ class Driver:
             self._report(f"{describe(ending)} before its training was over; the others continue without it")
         has_begun = bool(ending.progress)
         actions = self._membership.ended(
-            ending.rank, exit_kind, now, has_begun=has_begun, has_finished=has_finished, why=describe(ending)
+            ending.rank,
+            exit_kind,
+            now,
+            has_begun=has_begun,
+            has_finished=has_finished,
+            is_within=ending.progress == BEGUN,
+            why=describe(ending),
         )
         ends = [action for action in actions if isinstance(action, End)]
         if ends:  # ranks that have continued without it would train on until they are killed
@@ -446,20 +455,22 @@ class Driver:
             self._job.rendezvous.drop(f"init/{former}/")
             for scope in (notice_scope(former), lost_scope(former)):
                 self._job.rendezvous.drop(scope, waiters=True)
+        replies: dict[str, bytes] = {}  # by endpoint: agents expect a heartbeat while thousands are encoded
         for member, host in zip(members, action.hosts, strict=True):
             endpoint = self._job.endpoint(self._numbers[host], numbers)
-            answer = PlaceReply(
-                generation,
-                members,
-                hosts,
-                sets,
-                call=call,
-                rendezvous=endpoint,
-                max_size=self._limits.max_size,
-                state_lost=self._on_state_lost if action.state_lost else "",
-            )
+            if endpoint not in replies:
+                replies[endpoint] = PlaceReply(
+                    generation,
+                    members,
+                    hosts,
+                    sets,
+                    call=call,
+                    rendezvous=endpoint,
+                    max_size=self._limits.max_size,
+                    state_lost=self._on_state_lost if action.state_lost else "",
+                ).encoded()
             scope = place_scope(member, self._place_requests[member].after)
-            self._job.rendezvous.post(scope, 0, answer.encoded())
+            self._job.rendezvous.post(scope, 0, replies[endpoint])
         self._slow.begin(action, self._job)
         size = len(members)
         if generation > 1 or size < self._limits.size:
