@@ -19,20 +19,21 @@ from polyhvd.jax.adapter import JaxAdapter
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.adjoints import gradient_factor, rows_before, rows_kept
+from polyhvd.collectives.functions import Functions
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives, splits_of
 from polyhvd.errors import InvalidArgumentError, UnsupportedError
 from polyhvd.runtime import current
 
-__all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reducescatter"]
+__all__ = ["allgather", "allreduce", "alltoall", "broadcast", "is_recorded", "reducescatter"]
 
 Arrays = Sequence[jax.Array]
 
-_collectives = Collectives(JaxAdapter())
+_now: Functions[jax.Array] = Functions(Collectives(JaxAdapter()))
 
 
-def _is_recorded(tensors: Arrays) -> bool:
+def is_recorded(tensors: Arrays) -> bool:
     """Return whether the arrays are none that can be sent now."""
     return traced.is_staging() or any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
@@ -115,11 +116,11 @@ def _differentiable(
 
 def allreduce(
     tensors: Arrays,
-    name: str | None,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
+    name: str | None = None,
+    op: int = ReduceOp.Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
     priority: int = 0,
     names: Callable[[], Sequence[str]] | None = None,
 ) -> list[jax.Array]:
@@ -130,8 +131,8 @@ def allreduce(
     """
 
     def forward(given: Arrays) -> Arrays:
-        if not _is_recorded(given):
-            return _collectives.grouped_allreduce(
+        if not is_recorded(given):
+            return _now.allreduce_group(
                 given,
                 name=name,
                 op=op,
@@ -154,9 +155,9 @@ def allreduce(
 
 def allgather(
     tensors: Arrays,
-    name: str | None,
-    process_set: ProcessSet,
-    exact: bool | None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
     known: Sequence[Sequence[int]] | None = None,
 ) -> list[jax.Array]:
     """The ranks' arrays, concatenated, as one operation.
@@ -170,8 +171,8 @@ def allgather(
     totals = [sum(each) for each in known] if known else [count * process_set.size() for count in rows]
 
     def forward(given: Arrays) -> Arrays:
-        if not _is_recorded(given):
-            results = _collectives.grouped_allgather(given, name=name, process_set=process_set)
+        if not is_recorded(given):
+            results = _now.allgather_group(given, name=name, process_set=process_set)
             totals[:] = [result.shape[0] for result in results]
             return results
         shapes = [(total, *tensor.shape[1:]) for total, tensor in zip(totals, given, strict=True)]
@@ -188,7 +189,7 @@ def allgather(
             # With the rank, since those that have joined are missing from it.
             table = _gathered_numbers([own, *counts], label and f"{label}.rows", process_set)
             before = rows_before(table, own, size, [totals[i] for i in chosen], name or "without a name")
-        factor = gradient_factor(OpKind.ALLGATHER, size, exact)
+        factor = gradient_factor(OpKind.ALLGATHER, size, exact_gradient)
         sums = allreduce(gradients, label, ReduceOp.Sum, 1.0, factor, process_set)
         return [t[begin : begin + count] for t, begin, count in zip(sums, before, counts, strict=True)]
 
@@ -196,17 +197,21 @@ def allgather(
 
 
 def broadcast(
-    tensor: jax.Array, root_rank: int, name: str | None, process_set: ProcessSet, exact: bool | None
+    tensor: jax.Array,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
 ) -> jax.Array:
     """The root's array. The gradient of that is the sum of all ranks' gradients; of others, zero."""
 
     def forward(given: Arrays) -> Arrays:
-        if not _is_recorded(given):
-            return [_collectives.broadcast(given[0], root_rank, name=name, process_set=process_set)]
+        if not is_recorded(given):
+            return [_now.broadcast_one(given[0], root_rank, name=name, process_set=process_set)]
         return _record(OpKind.BROADCAST, given, [given[0].shape], name, process_set, root=root_rank)
 
     def backward(gradients: Arrays, _: list[int]) -> Arrays:
-        factor = gradient_factor(OpKind.BROADCAST, process_set.size(), exact)
+        factor = gradient_factor(OpKind.BROADCAST, process_set.size(), exact_gradient)
         label = _gradient_name(name)
         (total,) = allreduce(gradients, label, ReduceOp.Sum, 1.0, factor, process_set)
         # Zeros that depend on the sum: its own gradient is a collective of every rank.
@@ -217,12 +222,12 @@ def broadcast(
 
 def reducescatter(
     tensors: Arrays,
-    name: str | None,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-    exact: bool | None,
+    name: str | None = None,
+    op: int = ReduceOp.Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
 ) -> list[jax.Array]:
     """This rank's rows of reduced arrays, as one operation.
 
@@ -231,8 +236,8 @@ def reducescatter(
     rows = _rows_of(tensors, "reducescatter", name)
 
     def forward(given: Arrays) -> Arrays:
-        if not _is_recorded(given):
-            return _collectives.grouped_reducescatter(
+        if not is_recorded(given):
+            return _now.reducescatter_group(
                 given,
                 name=name,
                 op=op,
@@ -249,10 +254,10 @@ def reducescatter(
         _check_linear("reducescatter", op)
         size, label = process_set.size(), _gradient_name(name)
         factor = prescale_factor * postscale_factor
-        factor *= gradient_factor(OpKind.REDUCESCATTER, size, exact, op)
+        factor *= gradient_factor(OpKind.REDUCESCATTER, size, exact_gradient, op)
         scaled = [gradient if factor == 1 else gradient * factor for gradient in gradients]
         kept = [rows_kept(rows[i], size) for i in chosen]
-        gathered = allgather(scaled, label, process_set, exact, kept)
+        gathered = allgather(scaled, label, process_set, exact_gradient, kept)
         if all(t.shape[0] == rows[i] for t, i in zip(gathered, chosen, strict=True)):
             return gathered
         # Ranks have joined; all others know it, and take part in this.
@@ -267,7 +272,10 @@ def reducescatter(
 
 
 def alltoall(
-    tensor: jax.Array, splits: Any, name: str | None, process_set: ProcessSet
+    tensor: jax.Array,
+    splits: Any,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> tuple[jax.Array, jax.Array]:
     """The rows that all ranks have sent, and how many came from each.
 
@@ -285,9 +293,9 @@ def _exchange(
     received: list[int] = []
 
     def forward(given: Arrays) -> Arrays:
-        if not _is_recorded(given):
-            result, counts = _collectives.synchronize(
-                _collectives.alltoall_async(
+        if not is_recorded(given):
+            result, counts = _now.synchronize(
+                _now.collectives.alltoall_async(
                     given[0], splits, blocking=True, name=name, process_set=process_set
                 )
             )
@@ -320,7 +328,7 @@ def _exchange(
 def _gathered_numbers(numbers: list[int], name: str | None, process_set: ProcessSet) -> list[list[int]]:
     """Gather a few numbers of each member."""
     own = jnp.asarray(np.array([numbers], np.int32))
-    table: list[list[int]] = _collectives.allgather(own, name=name, process_set=process_set).tolist()
+    table: list[list[int]] = _now.allgather(own, name=name, process_set=process_set).tolist()
     return table
 
 

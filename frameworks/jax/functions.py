@@ -21,12 +21,7 @@ from polyhvd.training.compression import KeyedCompressor
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Compression", "JaxFunctions", "functions", "is_traced"]
-
-
-def is_traced(tensors: Sequence[Any]) -> bool:
-    """Return whether arrays are not there yet, or what is done with them is recorded."""
-    return any(isinstance(tensor, jax.core.Tracer) for tensor in tensors) or traced.is_staging()
+__all__ = ["Compression", "JaxFunctions", "functions"]
 
 
 class JaxFunctions(ArrayFunctions[jax.Array]):
@@ -60,7 +55,7 @@ class JaxFunctions(ArrayFunctions[jax.Array]):
     ) -> jax.Array:
         """Differentiable, and compiled."""
         factors = prescale_factor, postscale_factor
-        if not is_traced((tensor,)):
+        if not derivatives.is_recorded((tensor,)):
             return super().allreduce_one(tensor, name, op, *factors, process_set, priority)
         return derivatives.allreduce((tensor,), name, op, *factors, process_set, priority)[0]
 
@@ -68,57 +63,44 @@ class JaxFunctions(ArrayFunctions[jax.Array]):
         self, tensors: Sequence[jax.Array], *, op: int, **arguments: Unpack[ReductionArguments]
     ) -> list[jax.Array]:
         """Differentiable, and compiled."""
-        if not is_traced(tensors):
+        if not derivatives.is_recorded(tensors):
             return super().allreduce_group(tensors, op=op, **arguments)
-        return derivatives.allreduce(
-            tensors,
-            arguments.get("name"),
-            op,
-            arguments.get("prescale_factor", 1.0),
-            arguments.get("postscale_factor", 1.0),
-            arguments.get("process_set", global_process_set),
-            arguments.get("priority", 0),
-        )
+        return derivatives.allreduce(tensors, op=op, **arguments)
 
     def allgather_group(
         self, tensors: Sequence[jax.Array], **arguments: Unpack[CopyArguments]
     ) -> list[jax.Array]:
         """Differentiable, and compiled."""
-        if not is_traced(tensors):
+        if not derivatives.is_recorded(tensors):
             return super().allgather_group(tensors, **arguments)
-        return derivatives.allgather(tensors, *_copied(arguments))
+        given: Any = arguments
+        return derivatives.allgather(tensors, **given)
 
     def broadcast_one(
         self, tensor: jax.Array, root_rank: int, **arguments: Unpack[CopyArguments]
     ) -> jax.Array:
         """Differentiable, and compiled."""
-        if not is_traced((tensor,)):
+        if not derivatives.is_recorded((tensor,)):
             return super().broadcast_one(tensor, root_rank, **arguments)
-        return derivatives.broadcast(tensor, root_rank, *_copied(arguments))
+        given: Any = arguments
+        return derivatives.broadcast(tensor, root_rank, **given)
 
     def exchange(self, tensor: jax.Array, splits: Any, **arguments: Unpack[Arguments]) -> Any:
         """Differentiable, and compiled."""
-        if not is_traced((tensor,)):
+        if not derivatives.is_recorded((tensor,)):
             return super().exchange(tensor, splits, **arguments)
-        name, process_set = arguments.get("name"), arguments.get("process_set", global_process_set)
-        received = derivatives.alltoall(tensor, splits, name, process_set)
+        given: Any = arguments
+        received = derivatives.alltoall(tensor, splits, **given)
         return received[0] if splits is None else received
 
     def reducescatter_group(
         self, tensors: Sequence[jax.Array], *, op: int, **arguments: Unpack[ScatterArguments]
     ) -> list[jax.Array]:
         """Differentiable, and compiled."""
-        if not is_traced(tensors):
+        if not derivatives.is_recorded(tensors):
             return super().reducescatter_group(tensors, op=op, **arguments)
-        return derivatives.reducescatter(
-            tensors,
-            arguments.get("name"),
-            op,
-            arguments.get("prescale_factor", 1.0),
-            arguments.get("postscale_factor", 1.0),
-            arguments.get("process_set", global_process_set),
-            arguments.get("exact_gradient"),
-        )
+        given: Any = arguments
+        return derivatives.reducescatter(tensors, op=op, **given)
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
         """In its place among the collectives of a function that is compiled, too."""
@@ -135,14 +117,6 @@ class JaxFunctions(ArrayFunctions[jax.Array]):
             return traced.run(traced.Collective(OpKind.JOIN, None, global_process_set, (last,)), ())[0]
         traced.settle()
         return membership.join()
-
-
-def _copied(arguments: CopyArguments) -> tuple[str | None, ProcessSet, bool | None]:
-    return (
-        arguments.get("name"),
-        arguments.get("process_set", global_process_set),
-        arguments.get("exact_gradient"),
-    )
 
 
 functions = JaxFunctions()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from polyhvd.jax import derivatives
 from polyhvd.jax.errors import naming_gradients
-from polyhvd.jax.functions import Compression, functions, is_traced
+from polyhvd.jax.functions import Compression, functions
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.operation import process_set_id
@@ -42,7 +42,7 @@ class _JaxExchange(Exchange[jax.Array]):
     ) -> Results[jax.Array]:
         """Reduce arrays into new ones."""
         names = self.names
-        if is_traced(tensors):
+        if derivatives.is_recorded(tensors):
             reduced = derivatives.allreduce(tensors, name, **request, names=names)
             return lambda: reduced
         world, number = current.world(), process_set_id(request["process_set"])
@@ -141,7 +141,7 @@ class DistributedGradients:
             self._structure, self._exchange.mark = structure, mark_of_names(_names(structure))
         # Of a parameter of integers there is none, in an array of type float0.
         some = {i: leaf for i, leaf in enumerate(leaves) if getattr(leaf, "dtype", None) != jax.dtypes.float0}
-        if is_traced(list(some.values())):
+        if derivatives.is_recorded(list(some.values())):
             self._check_stateless()
         for i, leaf in self._reducer.reduce(some).items():
             leaves[i] = leaf

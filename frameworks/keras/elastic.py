@@ -41,29 +41,9 @@ run.__doc__ = loop.run.__doc__
 run_fn.__doc__ = loop.run_fn.__doc__
 
 
-class KerasState(KerasModelState):
-    """A model of Keras, its optimizer and other attributes, by name.
-
-    Args:
-        model: built; its weights are kept.
-        optimizer: None: the model's own.
-        kwargs: other attributes with their first values, which are pickled.
-
-    Raises:
-        InvalidArgumentError: the model has no weights yet.
-
-    Example::
-
-        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
-
-        @hvd.elastic.run
-        def train(state):
-            model.fit(data, epochs=10 - state.epoch, callbacks=[
-                hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)])
-    """
-
-    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        super().__init__(on.memory_of, model, optimizer, **kwargs)
+class KerasState(KerasModelState):  # noqa: D101
+    __doc__ = KerasModelState.__doc__
+    _read = staticmethod(on.memory_of)
 
 
 class CommitStateCallback(CommitState, keras.callbacks.Callback):  # noqa: D101

@@ -140,18 +140,6 @@ class GluonSession(Session):
         axes = {"global_average_pool": (2, 3), "mean_over_time": (1,)}[kind]
         return _Function(lambda F, x: F.mean(x, axis=axes))
 
-    def weights(self) -> list[Weight]:
-        """Of the block."""
-        return parity.weights_of(self.model)
-
-    def on_input(self, layer: Any, listener: Callable[[Any], None]) -> None:
-        """By a hook."""
-        parity.on_input(layer, listener)
-
-    def on_output(self, listener: Callable[[Any], None]) -> None:
-        """By a hook."""
-        parity.on_output(self.model, listener)
-
     def prepare(self) -> None:
         """A trainer."""
         parameters = self.model.collect_params()
@@ -159,16 +147,16 @@ class GluonSession(Session):
         if self.case.optimizer.accumulate > 1:
             for item in self._trained:
                 item.grad_req = "add"
-        name, options = self._optimizer()
+        name, options = self._name_and_options()
         if self.process_set is None:
-            self._trainer = gluon.Trainer(parameters, name, options, kvstore=None)
+            self._optimizer = gluon.Trainer(parameters, name, options, kvstore=None)
         else:
-            self._trainer = DistributedTrainer(
+            self._optimizer = DistributedTrainer(
                 parameters, name, options, process_set=self.process_set, prefix=f"parity{self.synchronized}"
             )
         self._steps = 0
 
-    def _optimizer(self) -> tuple[str, dict[str, Any]]:
+    def _name_and_options(self) -> tuple[str, dict[str, Any]]:
         wanted = self.case.optimizer
         options: dict[str, Any] = {"learning_rate": wanted.rate, "wd": wanted.coupled_decay}
         if wanted.name in ("sgd", "momentum"):
@@ -199,7 +187,7 @@ class GluonSession(Session):
 
     def reduce(self) -> None:
         """DistributedTrainer's."""
-        self._trainer.allreduce_grads()
+        self._optimizer.allreduce_grads()
 
     def gradient_of(self, weight: Weight) -> Any:
         """The parameter's."""
@@ -207,11 +195,11 @@ class GluonSession(Session):
 
     def update(self, rate: float) -> None:
         """A step of the optimizer, with the epsilon and the decay that it lacks."""
-        wanted, optimizer = self.case.optimizer, self._trainer.optimizer
+        wanted, optimizer = self.case.optimizer, self._optimizer.optimizer
         self._steps += 1
         if wanted.clip_norm is not None:
             gluon.utils.clip_global_norm([item.list_grad()[0] for item in self._trained], wanted.clip_norm)
-        self._trainer.set_learning_rate(rate)
+        self._optimizer.set_learning_rate(rate)
         if wanted.name in ("adam", "adamw"):
             optimizer.epsilon = adam_epsilon(wanted.epsilon, wanted.betas[1], self._steps)
         for item in self._trained:
@@ -219,16 +207,4 @@ class GluonSession(Session):
                 item.set_data(item.data() * (1.0 - rate * wanted.decoupled_decay))
             if wanted.coupled_decay and wanted.name == "adagrad":
                 item.list_grad()[0][:] += wanted.coupled_decay * item.data()
-        self._trainer.update(1)
-
-    def rate(self) -> float:
-        """Of the trainer."""
-        return parity.rate_of(self._trainer)
-
-    def states_of(self, weight: Weight) -> dict[str, Any]:
-        """Of the trainer."""
-        return parity.states_of(self._trainer, weight.source)
-
-    def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
-        """As Gluon has it."""
-        return parity.batch_norm_of(layer)
+        self._optimizer.update(1)

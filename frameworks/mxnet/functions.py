@@ -13,12 +13,12 @@ import numpy as np
 from mxnet.ndarray import NDArray
 from mxnet.ndarray.sparse import RowSparseNDArray
 from polyhvd.mxnet import sparse
-from polyhvd.mxnet.base import collectives
+from polyhvd.mxnet.adapter import MxnetCollectives
+from polyhvd.mxnet.base import adapter
 
 from polyhvd.collectives.adapter import Handle
 from polyhvd.collectives.functions import Functions
 from polyhvd.collectives.operation import is_number
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Arguments
 
 if TYPE_CHECKING:
@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 __all__ = ["MxnetFunctions", "functions"]
 
 R = TypeVar("R")
+
+
+class _WithSparse(MxnetCollectives):
+    """Of a row_sparse array, an allreduce sends only the rows that a rank has."""
+
+    def allreduce_async(
+        self, tensor: NDArray, *, in_place: bool = False, blocking: bool = False, **arguments: Any
+    ) -> Handle[NDArray]:
+        """See :class:`polyhvd.collectives.verbs.Collectives`."""
+        if isinstance(tensor, RowSparseNDArray):
+            return sparse.allreduce_async(self, tensor, in_place, arguments)
+        return super().allreduce_async(tensor, in_place=in_place, blocking=blocking, **arguments)
 
 
 class MxnetFunctions(Functions[NDArray]):
@@ -45,108 +57,6 @@ class MxnetFunctions(Functions[NDArray]):
             return self.collectives.synchronize(handle)
         result: R = self.collectives.result(handle)
         return result
-
-    def allreduce(
-        self,
-        tensor: Any,
-        average: bool | None = None,
-        name: str | None = None,
-        compression: Any = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
-    ) -> NDArray:
-        """Of a row_sparse array only the rows that a rank has are sent."""
-        return self.finished(
-            self.allreduce_async(
-                tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority
-            )
-        )
-
-    def allreduce_(
-        self,
-        tensor: NDArray,
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
-    ) -> NDArray:
-        """Of a row_sparse array only the rows that a rank has are sent."""
-        return self.finished(
-            self.allreduce_async_(
-                tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority
-            )
-        )
-
-    def allreduce_async(
-        self,
-        tensor: Any,
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
-    ) -> Handle[NDArray]:
-        """Of a row_sparse array only the rows that a rank has are sent."""
-        start = self._sparse if isinstance(tensor, RowSparseNDArray) else super().allreduce_async
-        return start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority)
-
-    def allreduce_async_(
-        self,
-        tensor: NDArray,
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
-    ) -> Handle[NDArray]:
-        """Of a row_sparse array only the rows that a rank has are sent."""
-        if isinstance(tensor, RowSparseNDArray):
-            return self._sparse(
-                *(tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority),
-                in_place=True,
-            )
-        return self.collectives.allreduce_async(
-            tensor,
-            name=name,
-            op=self.resolved(op, average),
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            process_set=process_set,
-            priority=priority,
-            in_place=True,
-        )
-
-    def _sparse(
-        self,
-        tensor: RowSparseNDArray,
-        average: bool | None,
-        name: str | None,
-        op: int | None,
-        prescale_factor: float,
-        postscale_factor: float,
-        process_set: ProcessSet,
-        priority: int,
-        in_place: bool = False,
-    ) -> Handle[NDArray]:
-        arguments = {
-            "name": name,
-            "op": self.resolved(op, average),
-            "prescale_factor": prescale_factor,
-            "postscale_factor": postscale_factor,
-            "process_set": process_set,
-            "priority": priority,
-        }
-        return sparse.allreduce_async(collectives, tensor, in_place, arguments)
 
     def exchange(self, tensor: NDArray, splits: Any, **arguments: Unpack[Arguments]) -> Any:
         """The call waits for ``splits``, which may be an array."""
@@ -168,4 +78,4 @@ def _on_host(splits: Any) -> Any:
     return splits.asnumpy() if isinstance(splits, NDArray) else splits
 
 
-functions = MxnetFunctions(collectives)
+functions = MxnetFunctions(_WithSparse(adapter))

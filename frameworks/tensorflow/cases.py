@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -12,9 +12,7 @@ from polyhvd.tensorflow.batch_norm import sync_batch_normalization
 from polyhvd.tensorflow.wrappers import DistributedGradientTape
 
 from polyhvd.parity.layers import Layer
-from polyhvd.parity.models import reader_of
 from polyhvd.parity.session import Session, adam_epsilon
-from polyhvd.training.keras import weights
 from polyhvd.training.mapping import Weight
 
 __all__ = ["KerasSession"]
@@ -145,20 +143,6 @@ class KerasSession(Session):
         axes = {"global_average_pool": (1, 2), "mean_over_time": (1,)}[kind]
         return keras.layers.Lambda(lambda x: tf.reduce_mean(x, axis=axes))
 
-    def weights(self) -> list[Weight]:
-        """Of the model."""
-        self._keras: Any = reader_of(self.model)
-        found: list[Weight] = self._keras.weights_of(self.model)
-        return found
-
-    def on_input(self, layer: Any, listener: Callable[[Any], None]) -> None:
-        """Around its call."""
-        self._keras.on_input(layer, listener)
-
-    def on_output(self, listener: Callable[[Any], None]) -> None:
-        """Around the model's call."""
-        self._keras.on_output(self.model, listener)
-
     def prepare(self) -> None:
         """An optimizer of Keras."""
         self._trained = self.model.trainable_variables
@@ -241,15 +225,3 @@ class KerasSession(Session):
         if wanted.name in ("adam", "adamw"):
             self._optimizer.epsilon = adam_epsilon(wanted.epsilon, wanted.betas[1], self._steps)
         self._optimizer.apply(self._gradients, self._trained)
-
-    def rate(self) -> float:
-        """Of the optimizer."""
-        return weights.rate_of(self._optimizer)
-
-    def states_of(self, weight: Weight) -> dict[str, Any]:
-        """Of the optimizer."""
-        return weights.states_of(self._optimizer, weight.source)
-
-    def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
-        """As Keras has it."""
-        return weights.batch_norm_of(layer)

@@ -97,8 +97,10 @@ class TensorFlowKerasState(KerasModelState):
                 state.commit()
     """
 
+    _read = staticmethod(memory_of)
+
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
-        super().__init__(memory_of, model, optimizer, **kwargs)
+        super().__init__(model, optimizer, **kwargs)
 
 
 def __dir__() -> list[str]:

@@ -30,7 +30,6 @@ def _of_set(read: Callable[[list[int]], int], process_set_id: int, name: str | N
 
 
 def _members(process_set_id: int) -> list[int]:
-    current.world()
     ranks = current.world().process_sets().get(process_set_id)
     if ranks is None:
         raise invalid(f"process_set_id={process_set_id}: there is no such process set; see add_process_set()")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from polyhvd.torch.base import collectives
 from polyhvd.torch.closures import joint_loss
+from polyhvd.torch.derivatives import simple
 from polyhvd.torch.reducer import TorchExchange
 from polyhvd.torch.registry import Registry
 from polyhvd.torch.rounds import EXPECTED, FROZEN, READY, REDUCED, Section
@@ -643,7 +643,7 @@ class Gradients(Section):
         are_finite = all(bool(each.to_dense().isfinite().all()) for each in local if each is not None)
         found = torch.tensor([not are_finite], dtype=torch.uint8)
         name, op = f"{self._prefix}.overflow", ReduceOp.Max
-        collectives.allreduce(found, name=name, op=op, process_set=self.process_set, in_place=True)
+        simple.allreduce_(found, name=name, op=op, process_set=self.process_set)
         gradients = (parameter.grad for parameter in self._parameters)
         gradient = next((gradient for gradient in gradients if gradient is not None), None)
         if found.item() and gradient is not None:

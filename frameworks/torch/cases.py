@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from polyhvd.torch import parity
 from polyhvd.torch.batch_norm import SyncBatchNorm
 from polyhvd.torch.wrappers import DistributedOptimizer
 from torch import nn
@@ -131,18 +130,6 @@ class TorchSession(Session):
             return others[kind]()
         return _Mean({"global_average_pool": (2, 3), "mean_over_time": (1,)}[kind])
 
-    def weights(self) -> list[Weight]:
-        """Of the module."""
-        return parity.weights_of(self.model)
-
-    def on_input(self, layer: Any, listener: Callable[[Any], None]) -> None:
-        """By a hook."""
-        parity.on_input(layer, listener)
-
-    def on_output(self, listener: Callable[[Any], None]) -> None:
-        """By a hook."""
-        parity.on_output(self.model, listener)
-
     def prepare(self) -> None:
         """An optimizer of torch.optim."""
         self.model.train()
@@ -247,22 +234,14 @@ class TorchSession(Session):
         if wanted.name == "rmsprop":
             self._add_epsilon(begins=False)
 
-    def rate(self) -> float:
-        """Of the optimizer."""
-        return parity.rate_of(self._optimizer)
-
     def states_of(self, weight: Weight) -> dict[str, Any]:
         """Of the optimizer, without the epsilon that the state has for RMSProp and Adagrad."""
-        found = parity.states_of(self._optimizer, weight.source)
+        found = super().states_of(weight)
         wanted = self.case.optimizer
         extra = {"rmsprop": wanted.epsilon / wanted.rho, "adagrad": wanted.epsilon}.get(wanted.name, 0.0)
         if extra and "second moment" in found:
             found["second moment"] = found["second moment"].astype("float64") - extra
         return found
-
-    def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
-        """As PyTorch has it."""
-        return parity.batch_norm_of(layer)
 
     def _scale_buffers(self, factor: float) -> None:
         """The others have the learning rate in their momentum: what was added stays as large as it was."""

@@ -6,7 +6,7 @@ import numbers
 from typing import Any
 
 import torch
-from polyhvd.torch.base import collectives
+from polyhvd.torch.derivatives import simple
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet
@@ -33,7 +33,7 @@ def joint_loss(loss: Any, *, name: str, op: int, process_set: ProcessSet) -> Any
     """
     value, is_wide = _value(loss)
     parts = torch.tensor([value or 0.0, value is not None, is_wide], dtype=torch.float64)
-    collectives.allreduce(parts, name=name, op=ReduceOp.Sum, process_set=process_set, in_place=True)
+    simple.allreduce_(parts, name=name, op=ReduceOp.Sum, process_set=process_set)
     total, present, wide = parts.tolist()
     if present == 0 or (value is None and loss is not None):
         return loss

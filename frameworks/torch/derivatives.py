@@ -15,6 +15,7 @@ from polyhvd.torch.base import adapter, collectives
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.adjoints import gradient_factor, rows_before, rows_kept
+from polyhvd.collectives.functions import Functions
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives, splits_of
 from polyhvd.errors import InvalidArgumentError
@@ -34,6 +35,7 @@ __all__ = [
     "floating",
     "reducescatter_gradients",
     "reducescatter_group",
+    "simple",
     "spread",
     "wants_gradient",
 ]
@@ -41,6 +43,9 @@ __all__ = [
 _functorch: Any = torch._C._functorch
 Tensor = torch.Tensor
 Gradients = list[Tensor | None]
+
+#: Autograd knows nothing of its results.
+simple = Functions(collectives)
 
 
 def wants_gradient(tensor: Tensor) -> bool:
@@ -58,9 +63,9 @@ def _any_wants_gradient(tensors: Sequence[Tensor]) -> bool:
     return any(wants_gradient(tensor) for tensor in tensors)
 
 
-def _within(world: World | None) -> Collectives[Tensor]:
+def _within(world: World | None) -> Functions[Tensor]:
     """The collectives of one world; None: of the current one."""
-    return collectives if world is None else Collectives(adapter, world)
+    return simple if world is None else Functions(Collectives(adapter, world))
 
 
 def _generation(world: World | None) -> int:
@@ -246,7 +251,7 @@ class _Allreduce(torch.autograd.Function):
     def forward(
         generation: int, world: World | None, arguments: dict[str, Any], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        return tuple(_within(world).grouped_allreduce(tensors, **arguments))
+        return tuple(_within(world).allreduce_group(tensors, **arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -269,7 +274,7 @@ class _Reducescatter(torch.autograd.Function):
         arguments: dict[str, Any],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        return tuple(_within(world).grouped_reducescatter(tensors, **arguments))
+        return tuple(_within(world).reducescatter_group(tensors, **arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -296,7 +301,7 @@ class _Allgather(torch.autograd.Function):
         exact: bool | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        return tuple(_within(world).grouped_allgather(tensors, name=name, process_set=process_set))
+        return tuple(_within(world).allgather_group(tensors, name=name, process_set=process_set))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -324,7 +329,7 @@ class _Broadcast(torch.autograd.Function):
         process_set: ProcessSet,
         exact: bool | None,
     ) -> Tensor:
-        return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
+        return simple.broadcast_one(tensor, root_rank, name=name, process_set=process_set)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -348,7 +353,7 @@ class _Alltoall(torch.autograd.Function):
         name: str | None,
         process_set: ProcessSet,
     ) -> tuple[Tensor, Tensor]:
-        output, received = _within(world).alltoall(tensor, splits, name=name, process_set=process_set)
+        output, received = _within(world).exchange(tensor, splits, name=name, process_set=process_set)
         return output, received
 
     @staticmethod
@@ -379,23 +384,23 @@ _apply_alltoall: Any = _Alltoall.apply
 def allreduce_group(
     tensors: Sequence[Tensor], *, world: World | None = None, **arguments: Any
 ) -> list[Tensor]:
-    """``Collectives.grouped_allreduce`` with all its arguments named, differentiable."""
+    """``Functions.allreduce_group`` with all its arguments named, differentiable."""
     if compiled.is_compiling():
         return compiled.allreduce(tensors, **arguments)
     if _any_wants_gradient(tensors):
         return list(_apply_allreduce(_generation(world), world, arguments, *tensors))
-    return _within(world).grouped_allreduce(tensors, **arguments)
+    return _within(world).allreduce_group(tensors, **arguments)
 
 
 def reducescatter_group(
     tensors: Sequence[Tensor], *, exact_gradient: bool | None, world: World | None = None, **arguments: Any
 ) -> list[Tensor]:
-    """``Collectives.grouped_reducescatter`` with all its arguments named, differentiable."""
+    """``Functions.reducescatter_group`` with all its arguments named, differentiable."""
     if compiled.is_compiling():
         return compiled.reducescatter(tensors, exact_gradient, **arguments)
     if _any_wants_gradient(tensors):
         return list(_apply_reducescatter(_generation(world), world, exact_gradient, arguments, *tensors))
-    return _within(world).grouped_reducescatter(tensors, **arguments)
+    return _within(world).reducescatter_group(tensors, **arguments)
 
 
 def allgather_group(
@@ -406,12 +411,12 @@ def allgather_group(
     exact_gradient: bool | None = None,
     world: World | None = None,
 ) -> list[Tensor]:
-    """``Collectives.grouped_allgather``, differentiable."""
+    """``Functions.allgather_group``, differentiable."""
     if compiled.is_compiling():
         return compiled.allgather(tensors, name, process_set, exact_gradient)
     if _any_wants_gradient(tensors):
         return list(_apply_allgather(_generation(world), world, name, process_set, exact_gradient, *tensors))
-    return _within(world).grouped_allgather(tensors, name=name, process_set=process_set)
+    return _within(world).allgather_group(tensors, name=name, process_set=process_set)
 
 
 def broadcast_one(
@@ -422,7 +427,7 @@ def broadcast_one(
     process_set: ProcessSet,
     exact_gradient: bool | None,
 ) -> Tensor:
-    """``Collectives.broadcast``, differentiable."""
+    """``Functions.broadcast_one``, differentiable."""
     if compiled.is_compiling():
         return compiled.broadcast(tensor, root_rank, name, process_set, exact_gradient)
     if wants_gradient(tensor):
@@ -430,20 +435,20 @@ def broadcast_one(
             tensor, _generation(None), root_rank, name, process_set, exact_gradient
         )
         return result
-    return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
+    return simple.broadcast_one(tensor, root_rank, name=name, process_set=process_set)
 
 
 def alltoall_parts(
     tensor: Tensor, splits: Any, *, name: str | None, process_set: ProcessSet, world: World | None = None
 ) -> Any:
-    """``Collectives.alltoall``, differentiable."""
+    """``Functions.exchange``, differentiable."""
     if compiled.is_compiling():
         return compiled.alltoall(tensor, splits, name, process_set)
     parts = splits
     if splits is None and wants_gradient(tensor):
         parts = equal_parts(tensor, process_set)
     if parts is None or not wants_gradient(tensor):
-        return _within(world).alltoall(tensor, splits, name=name, process_set=process_set)
+        return _within(world).exchange(tensor, splits, name=name, process_set=process_set)
     output, received = _apply_alltoall(tensor, _generation(world), world, parts, name, process_set)
     return output if splits is None else (output, received)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from polyhvd.torch import derivatives
-from polyhvd.torch.base import collectives
 from polyhvd.torch.compiled import AVAILABLE
 
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
@@ -145,7 +144,7 @@ def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @_operator(f"allreduce(Tensor[] tensors, {_REDUCTION}) -> Tensor[]", _like)
 def _allreduce(tensors: Sequence[Tensor], *reduction: Any) -> list[Tensor]:
-    return collectives.grouped_allreduce(tensors, **_reduction(*reduction))
+    return derivatives.simple.allreduce_group(tensors, **_reduction(*reduction))
 
 
 @_operator(f"allreduce_gradient(Tensor[] gradients, {_REDUCTION}) -> Tensor[]", _like)
@@ -169,7 +168,7 @@ _gradient("allreduce", _keep_reduction, _allreduce_backward)
 @_operator(f"reducescatter(Tensor[] tensors, SymInt[] rows, {_REDUCTION}, {_EXACT}) -> Tensor[]", _with_rows)
 def _reducescatter(tensors: Sequence[Tensor], rows: Sequence[int], *arguments: Any) -> list[Tensor]:
     *reduction, _ = arguments
-    return _checked(collectives.grouped_reducescatter(tensors, **_reduction(*reduction)), rows)
+    return _checked(derivatives.simple.reducescatter_group(tensors, **_reduction(*reduction)), rows)
 
 
 @_operator(
@@ -209,7 +208,7 @@ def _any_rows(tensors: Sequence[Tensor], *_: Any) -> list[Tensor]:
 
 @_operator(f"allgather(Tensor[] tensors, str? name, int process_set, {_EXACT}) -> Tensor[]", _any_rows)
 def _allgather(tensors: Sequence[Tensor], name: str | None, number: int, _exact: bool | None) -> list[Tensor]:
-    return collectives.grouped_allgather(tensors, name=name, process_set=_process_set(number))
+    return derivatives.simple.allgather_group(tensors, name=name, process_set=_process_set(number))
 
 
 @_operator(
@@ -247,7 +246,7 @@ def _one_like(tensor: Tensor, *_: Any) -> Tensor:
     f"broadcast(Tensor tensor, int root_rank, str? name, int process_set, {_EXACT}) -> Tensor", _one_like
 )
 def _broadcast(tensor: Tensor, root_rank: int, name: str | None, number: int, _exact: bool | None) -> Tensor:
-    return collectives.broadcast(tensor, root_rank, name=name, process_set=_process_set(number))
+    return derivatives.simple.broadcast_one(tensor, root_rank, name=name, process_set=_process_set(number))
 
 
 @_operator(
@@ -286,7 +285,7 @@ def _alltoall(
 ) -> list[Tensor]:
     process_set = _process_set(number)
     parts = derivatives.equal_parts(tensor, process_set) if splits is None else splits
-    output, received = collectives.alltoall(tensor, parts, name=name, process_set=process_set)
+    output, received = derivatives.simple.exchange(tensor, parts, name=name, process_set=process_set)
     _checked([received], [size])
     return [output, received]
 

@@ -198,7 +198,13 @@ class Collectives(Generic[T]):
         in_place: bool = False,
         blocking: bool = False,
     ) -> Handle[T]:
-        """Start the elementwise reduction of ``tensor`` over the ranks; see :meth:`allreduce`."""
+        """Start the elementwise reduction of ``tensor`` over the ranks; ``in_place``: into itself.
+
+        Raises:
+            InvalidArgumentError: a bad call; nothing was sent.
+            RankMismatchError: the ranks' tensors or arguments differ; from ``synchronize()``.
+            HorovodInternalError: a rank was lost, or the engine was shut down; from ``synchronize()``.
+        """
         if in_place and self.is_direct and not blocking and self.adapter.is_plain(tensor):
             handle: Handle | None = self.in_place(
                 _core.start,
@@ -229,30 +235,6 @@ class Collectives(Generic[T]):
             priority,
         )
 
-    def allreduce(
-        self,
-        tensor: T,
-        *,
-        in_place: bool = False,
-        op: int = ReduceOp.Average,
-        **arguments: Unpack[ReductionArguments],
-    ) -> T:
-        """Reduce ``tensor`` elementwise over the ranks, and return the result on every rank.
-
-        Args:
-            tensor: any shape; the same shape and dtype on every rank.
-            in_place: overwrite and return ``tensor``.
-            arguments: see :mod:`.table`.
-
-        Raises:
-            InvalidArgumentError: a bad call; nothing was sent.
-            RankMismatchError: the ranks' tensors or arguments differ.
-            HorovodInternalError: a rank was lost, or the engine was shut down.
-        """
-        return self.synchronize(
-            self.allreduce_async(tensor, in_place=in_place, blocking=True, op=op, **arguments)
-        )
-
     def grouped_allreduce_async(
         self,
         tensors: Sequence[T],
@@ -266,33 +248,17 @@ class Collectives(Generic[T]):
         out = tensors if in_place else None
         return self._start(OpKind.ALLREDUCE, tensors, _list, out=out, blocking=blocking, op=op, **arguments)
 
-    def grouped_allreduce(
-        self, tensors: Sequence[T], *, op: int = ReduceOp.Average, **arguments: Unpack[ReductionArguments]
-    ) -> list[T]:
-        """Reduce several tensors as one operation; arguments as :meth:`allreduce`."""
-        return list(
-            self.synchronize(self.grouped_allreduce_async(tensors, blocking=True, op=op, **arguments))
-        )
-
     def allgather_async(
         self, tensor: T, *, blocking: bool = False, **arguments: Unpack[CopyArguments]
     ) -> Handle[T]:
-        """Start the concatenation of the ranks' tensors; see :meth:`allgather`."""
+        """Start the concatenation of the ranks' tensors along the first dimension, in order of rank."""
         return self._start(OpKind.ALLGATHER, (tensor,), _single, blocking=blocking, **arguments)
-
-    def allgather(self, tensor: T, **arguments: Unpack[CopyArguments]) -> T:
-        """Concatenate the ranks' tensors along the first dimension, in order of rank, on every rank."""
-        return self.synchronize(self.allgather_async(tensor, blocking=True, **arguments))
 
     def grouped_allgather_async(
         self, tensors: Sequence[T], *, blocking: bool = False, **arguments: Unpack[CopyArguments]
     ) -> Handle[list[T]]:
         """Start gathering several tensors as one operation: all or none."""
         return self._start(OpKind.ALLGATHER, tensors, _list, blocking=blocking, **arguments)
-
-    def grouped_allgather(self, tensors: Sequence[T], **arguments: Unpack[CopyArguments]) -> list[T]:
-        """Gather several tensors as one operation; arguments as :meth:`allgather`."""
-        return list(self.synchronize(self.grouped_allgather_async(tensors, blocking=True, **arguments)))
 
     def broadcast_async(
         self,
@@ -303,47 +269,12 @@ class Collectives(Generic[T]):
         blocking: bool = False,
         **arguments: Unpack[CopyArguments],
     ) -> Handle[T]:
-        """Start copying the root's tensor to all ranks; see :meth:`broadcast`."""
+        """Start copying the root's tensor to all ranks; ``in_place``: into the tensor itself."""
         tensors = (tensor,)
         out = tensors if in_place else None
         return self._start(
             OpKind.BROADCAST, tensors, _single, out=out, blocking=blocking, root=root_rank, **arguments
         )
-
-    def broadcast(
-        self,
-        tensor: T,
-        root_rank: int,
-        *,
-        in_place: bool = False,
-        name: str | None = None,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
-    ) -> T:
-        """Return the root's tensor on every rank; ``in_place``: overwrite ``tensor`` with it."""
-        if in_place and self.in_place(
-            _core.run,
-            OpKind.BROADCAST,
-            tensor,
-            name,
-            ReduceOp.Sum,
-            root_rank,
-            1.0,
-            1.0,
-            process_set,
-            priority,
-        ):
-            return tensor
-        handle = self.broadcast_async(
-            tensor,
-            root_rank,
-            in_place=in_place,
-            blocking=True,
-            name=name,
-            process_set=process_set,
-            priority=priority,
-        )
-        return self.synchronize(handle)
 
     def alltoall_async(
         self,
@@ -353,29 +284,13 @@ class Collectives(Generic[T]):
         blocking: bool = False,
         **arguments: Unpack[Arguments],
     ) -> Handle[tuple[T, T]]:
-        """Start exchanging rows with all ranks; see :meth:`alltoall`.
+        """Start sending consecutive rows of ``tensor`` to the ranks in turn; ``splits``: how many to each.
 
         ``synchronize(handle)`` returns the tuple of rows and counts, with ``splits`` and without, as
         Horovod's does.
         """
         numbers = splits_of(splits) or ()
         return self._start(OpKind.ALLTOALL, (tensor,), tuple, blocking=blocking, numbers=numbers, **arguments)
-
-    def alltoall(self, tensor: T, splits: Any = None, **arguments: Unpack[Arguments]) -> Any:
-        """Send consecutive rows of ``tensor`` to the ranks in turn; return what they sent, in order of rank.
-
-        Args:
-            tensor: at least one dimension; all but the first are the same on every rank.
-            splits: rows for each rank of the process set, whole numbers in one dimension, at most as
-                many in all as the tensor has; None: equal parts.
-            arguments: see :mod:`.table`.
-
-        Returns:
-            The received rows; with ``splits`` a tuple of them and the number of rows received from
-            each rank, as int32.
-        """
-        received = self.synchronize(self.alltoall_async(tensor, splits, blocking=True, **arguments))
-        return received[0] if splits is None else received
 
     def reducescatter_async(
         self,
@@ -385,17 +300,11 @@ class Collectives(Generic[T]):
         op: int = ReduceOp.Average,
         **arguments: Unpack[ScatterArguments],
     ) -> Handle[T]:
-        """Start the reduction of ``tensor``, of which each rank keeps its rows; see :meth:`reducescatter`."""
-        return self._start(OpKind.REDUCESCATTER, (tensor,), _single, blocking=blocking, op=op, **arguments)
+        """Start the reduction of ``tensor``, of which each rank keeps its part of the rows, in order.
 
-    def reducescatter(
-        self, tensor: T, *, op: int = ReduceOp.Average, **arguments: Unpack[ScatterArguments]
-    ) -> T:
-        """Reduce ``tensor`` elementwise over the ranks, and return this rank's part of the rows.
-
-        Rows are assigned in order; if they do not divide evenly, the first ranks get one more.
+        If they do not divide evenly, the first ranks get one more.
         """
-        return self.synchronize(self.reducescatter_async(tensor, blocking=True, op=op, **arguments))
+        return self._start(OpKind.REDUCESCATTER, (tensor,), _single, blocking=blocking, op=op, **arguments)
 
     def grouped_reducescatter_async(
         self,
@@ -407,11 +316,3 @@ class Collectives(Generic[T]):
     ) -> Handle[list[T]]:
         """Start the reduction and scattering of several tensors as one operation: all or none."""
         return self._start(OpKind.REDUCESCATTER, tensors, _list, blocking=blocking, op=op, **arguments)
-
-    def grouped_reducescatter(
-        self, tensors: Sequence[T], *, op: int = ReduceOp.Average, **arguments: Unpack[ScatterArguments]
-    ) -> list[T]:
-        """Reduce and scatter several tensors as one operation; arguments as :meth:`reducescatter`."""
-        return list(
-            self.synchronize(self.grouped_reducescatter_async(tensors, blocking=True, op=op, **arguments))
-        )

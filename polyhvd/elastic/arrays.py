@@ -10,8 +10,7 @@ import numpy as np
 from polyhvd.collectives.objects import broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.elastic.memory import form, like, overwrite
-from polyhvd.elastic.state import ObjectState, copied, copied_by_name
-from polyhvd.runtime import current
+from polyhvd.elastic.state import ObjectState, copied, copied_by_name, own_rank
 from polyhvd.training.state import put_tensors, take_tensors
 
 __all__ = ["ArraysState"]
@@ -48,7 +47,7 @@ class ArraysState(ObjectState):
         self._is_array = is_array
         self._copies: list[Array] = []
         self._spare: list[Array] = []  # of the commit before, so that an interrupted save harms neither
-        super().__init__(broadcast_object, _rank, **kwargs)
+        super().__init__(broadcast_object, own_rank, **kwargs)
 
     def save(self) -> None:
         """Keep a copy of the attributes.
@@ -134,7 +133,3 @@ def _are_apart(arrays: list[Array]) -> bool:
             return False
         end = high
     return True
-
-
-def _rank() -> int:
-    return current.world().placement.rank

@@ -18,7 +18,7 @@ from polyhvd.elastic.receivers import UNCOMMITTED, Version, exchange, has_gpus, 
 from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt, InvalidArgumentError
 from polyhvd.runtime import current
 
-__all__ = ["Handler", "HandlersState", "ObjectState", "State", "copied", "copied_by_name"]
+__all__ = ["Handler", "HandlersState", "ObjectState", "State", "copied", "copied_by_name", "own_rank"]
 
 _DEVICES_POLL_S = 50e-6
 
@@ -519,7 +519,7 @@ class HandlersState(ObjectState):
 
     def __init__(self, handlers: dict[str, Handler], **kwargs: Any) -> None:
         self._handlers: dict[str, Handler] = {}
-        super().__init__(broadcast_object, _rank, **kwargs)
+        super().__init__(broadcast_object, own_rank, **kwargs)
         self._handlers = handlers
         for name, handler in handlers.items():
             object.__setattr__(self, name, handler.value)
@@ -607,7 +607,8 @@ def _require_whole_step() -> None:
         )
 
 
-def _rank() -> int:
+def own_rank() -> int:
+    """The rank of this process in the current world."""
     return current.world().placement.rank
 
 

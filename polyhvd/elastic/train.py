@@ -26,7 +26,7 @@ from polyhvd.elastic.limits import RESUME_STATUS
 from polyhvd.elastic.local import LocalParts, random_states
 from polyhvd.elastic.loop import looped
 from polyhvd.elastic.progress import Progress
-from polyhvd.elastic.state import ObjectState
+from polyhvd.elastic.state import ObjectState, own_rank
 from polyhvd.errors import CheckpointError, InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training.passes import passes_held
@@ -270,7 +270,7 @@ class Training(ObjectState):
         #: Of a train() that has ended with this state and folder: no checkpoint is newer than the state.
         self._former_steps = steps if is_same else -1
         steps = max(0, self._former_steps)
-        super().__init__(broadcast_object, _rank, steps=steps, data=position.state_dict())
+        super().__init__(broadcast_object, own_rank, steps=steps, data=position.state_dict())
         self._unfit = ""  # why the state cannot be in a checkpoint, which sync() raises on all ranks
         if self._folder is not None:
             try:
@@ -505,7 +505,7 @@ class Training(ObjectState):
             newest, error, damaged = -1, "", folder.torn()
             try:
                 folder.make()
-                folder.claim()  # by each rank, since hosts may have folders of their own
+                folder.claim()  # by each rank, since each host may have a separate folder
                 numbers = set(folder.numbers())
                 newest = max(numbers - tried, default=-1)
                 damaged += [str(folder.file(number)) for number in numbers & tried]
@@ -587,7 +587,3 @@ def _print_nothing_of(error: Exception) -> None:
             former(kind, raised, trace)
 
     sys.excepthook = hook
-
-
-def _rank() -> int:
-    return current.world().placement.rank

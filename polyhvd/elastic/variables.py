@@ -181,25 +181,32 @@ class VariablesHandler(Handler):
 
 
 class KerasModelState(HandlersState):
-    """See ``KerasState`` of a framework.
+    """A model of Keras, its optimizer and other attributes, by name.
 
     Args:
-        read: see :class:`VariablesHandler`.
-        model: of Keras, built.
-        optimizer: None: that of the model.
-        kwargs: other attributes.
+        model: built; its weights are kept.
+        optimizer: None: the model's own.
+        kwargs: other attributes with their first values, which are pickled.
+
+    Raises:
+        InvalidArgumentError: the model has no weights yet.
+
+    Example::
+
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+
+        @hvd.elastic.run
+        def train(state):
+            model.fit(data, epochs=10 - state.epoch, callbacks=[
+                hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)])
     """
 
     model: Any
     optimizer: Any
+    #: See :class:`VariablesHandler`.
+    _read: Callable[[Any], Array]
 
-    def __init__(
-        self,
-        read: Callable[[Any], Array],
-        model: Any,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if not getattr(model, "built", False) or not model.weights:
             raise InvalidArgumentError(
                 f"the model {getattr(model, 'name', model)!r} has no weights yet, which an elastic state "
@@ -207,6 +214,7 @@ class KerasModelState(HandlersState):
             )
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
+        read = self._read
         handlers: dict[str, Handler] = {"model": VariablesHandler(model, lambda: self.model.weights, read)}
         if optimizer is not None:
             handlers["optimizer"] = VariablesHandler(optimizer, self._of_optimizer, read)

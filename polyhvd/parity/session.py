@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.parity.case import Case
+from polyhvd.parity.models import reader_of
 from polyhvd.training.mapping import Weight
 
 __all__ = ["Session", "adam_epsilon", "begin", "first_values"]
@@ -31,6 +33,7 @@ class Session(abc.ABC):
     """
 
     model: Any
+    _optimizer: Any  # of the framework, as its parity.py takes it
 
     def __init__(self, case: Case, process_set: ProcessSet | None, *, synchronized: bool) -> None:
         self.case = case
@@ -46,21 +49,27 @@ class Session(abc.ABC):
             LookupError: the case has none for this framework.
         """
 
-    @abc.abstractmethod
+    @functools.cached_property
+    def _reader(self) -> Any:
+        """The framework's module that reads the model."""
+        return reader_of(self.model)
+
     def weights(self) -> list[Weight]:
         """Of the model, in the order of its layers."""
+        found: list[Weight] = self._reader.weights_of(self.model)
+        return found
 
     @abc.abstractmethod
     def prepare(self) -> None:
         """Make the optimizer, once the weights have their values."""
 
-    @abc.abstractmethod
     def on_input(self, layer: Any, listener: Callable[[Any], None]) -> None:
         """Call ``listener`` with each input of a layer."""
+        self._reader.on_input(layer, listener)
 
-    @abc.abstractmethod
     def on_output(self, listener: Callable[[Any], None]) -> None:
         """Call ``listener`` with each output of the model."""
+        self._reader.on_output(self.model, listener)
 
     @abc.abstractmethod
     def compute(self, inputs: Array, targets: Array, *, is_first: bool, is_last: bool) -> float:
@@ -94,20 +103,22 @@ class Session(abc.ABC):
             rate: learning rate of the step.
         """
 
-    @abc.abstractmethod
     def rate(self) -> float:
         """The learning rate that the optimizer has used last."""
+        return float(self._reader.rate_of(self._optimizer))
 
-    @abc.abstractmethod
     def states_of(self, weight: Weight) -> dict[str, Any]:
         """The state that the optimizer keeps for a weight, by kind: "momentum", "second moment".
 
         As arrays that lie as the weight does, by the formulas of docs/parity.md.
         """
+        found: dict[str, Any] = self._reader.states_of(self._optimizer, weight.source)
+        return found
 
-    @abc.abstractmethod
     def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
         """How a layer updates its running statistics, and if its variance is unbiased; None: it has none."""
+        found: tuple[float, bool] | None = self._reader.batch_norm_of(layer)
+        return found
 
 
 def first_values(weights: Sequence[Weight], seed: int = 0) -> list[Array]:

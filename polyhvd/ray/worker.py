@@ -16,6 +16,7 @@ import ray.cloudpickle
 from polyhvd.config import Launched
 from polyhvd.elastic import process
 from polyhvd.launch.init import leave_after, shutdown
+from polyhvd.launch.job.function import last_place
 from polyhvd.launch.providers.elastic import MemberProvider
 from polyhvd.launch.providers.precedence import RAY
 from polyhvd.ray import metrics
@@ -194,12 +195,12 @@ class ElasticWorker:
         except SystemExit as exit:
             shutdown()
             status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
-            return Outcome(status, _progress(), _last_place(number), text=f"sys.exit({exit.code!r})")
+            return Outcome(status, _progress(), last_place(number), text=f"sys.exit({exit.code!r})")
         except BaseException as error:
             leave_after(error)
-            place = _last_place(number)
+            place = last_place(number)
             return Outcome(1, _progress(), place, error=_pickled(error), text=traceback.format_exc())
-        place = _last_place(number)
+        place = last_place(number)
         shutdown()
         return Outcome(0, _progress(), place, value, has_value=True)
 
@@ -232,14 +233,6 @@ def call_with_object(made: Call | None, function: Callable[[Any], Any]) -> Any:
 def _progress() -> bytes:
     member = process.find()
     return b"" if member is None else member.progress_made
-
-
-def _last_place(number: int) -> tuple[int, int, int]:
-    member = process.find()
-    if member is None or number not in member.launcher.reply.members:
-        return 0, number, 0
-    reply = member.launcher.reply
-    return reply.generation, reply.members.index(number), len(reply.members)
 
 
 def _pickled(error: BaseException) -> bytes:

@@ -30,6 +30,8 @@ from polyhvd.rendezvous.store import (
 __all__ = ["KeyedStore"]
 
 _WAITED_SHARE = 0.1  # of the time that was waited passes until the next look
+#: Between two looks for the values of a gather, at least and at most.
+_LOOK_FIRST_S, _LOOK_LAST_S = 0.002, 0.25
 _ITEM = struct.Struct("!16sI")
 _SPIN_S = 0.001  # between two calls of take at least, whatever is due
 
@@ -60,8 +62,6 @@ class KeyedStore(Store):
             replace those that an earlier process in its place has left behind.
         job: as :func:`polyhvd.rendezvous.store.job_name` makes it.
         address: of this host, as the other ranks reach it; empty: not known.
-        look_first_s: between two looks for the values of a gather at least, in seconds.
-        look_last_s: and at most.
     """
 
     def __init__(
@@ -71,16 +71,12 @@ class KeyedStore(Store):
         *,
         job: str,
         address: str = "",
-        look_first_s: float = 0.002,
-        look_last_s: float = 0.25,
     ) -> None:
         self.secret = secret
         self.job = job
         self.address = address
         self._rank = rank
         self._writer = secrets.token_bytes(16)
-        self._look_first_s = look_first_s
-        self._look_last_s = look_last_s
         self._gathers: dict[int, _Gather] = {}
         self._next = 0
         self._own: set[str] = set()
@@ -187,7 +183,7 @@ class KeyedStore(Store):
         if values is not None:
             del self._gathers[request]
             return values
-        wait_s = min(max(_WAITED_SHARE * (now - gather.since), self._look_first_s), self._look_last_s)
+        wait_s = min(max(_WAITED_SHARE * (now - gather.since), _LOOK_FIRST_S), _LOOK_LAST_S)
         gather.look_at = time.monotonic() + wait_s
         return None
 

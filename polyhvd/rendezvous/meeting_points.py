@@ -282,8 +282,8 @@ class PortMeetingPoint(MeetingPoint):
         for port in self._ports():
             with suppress(OSError):
                 if address:
-                    return _listener(address, port), [_place(address, port)]
-                return _listener_everywhere(port), [_place(network.loopback(), port)]
+                    return network.listener(address, port), [_place(address, port)]
+                return network.listener_everywhere(port), [_place(network.loopback(), port)]
         raise StoreError(f"this host has other listeners on the ports of {self.description}")
 
     def _places(self, generation: int) -> list[Place]:
@@ -340,7 +340,7 @@ class FileMeetingPoint(MeetingPoint):
             addresses = [network.address_of(self._interface)] if self._interface else network.own_addresses()
         except ValueError as error:
             raise StoreError(str(error)) from None
-        listener = _listener(addresses[0], 0) if self._interface else _listener_everywhere(0)
+        listener = network.listener(addresses[0], 0) if self._interface else network.listener_everywhere(0)
         try:
             port = listener.getsockname()[1]
             self._secret = parse_secret(new_secret())
@@ -467,16 +467,3 @@ class _Dials:
 
 def _place(address: str, port: int) -> Place:
     return (socket.AF_INET6 if ":" in address else socket.AF_INET), (address, port)
-
-
-def _listener(address: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
-
-
-def _listener_everywhere(port: int) -> socket.socket:
-    with suppress(OSError):
-        if socket.has_dualstack_ipv6():
-            family = socket.AF_INET6
-            return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=_BACKLOG)

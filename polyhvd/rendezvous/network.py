@@ -30,6 +30,8 @@ __all__ = [
     "is_local",
     "is_loopback",
     "is_silent",
+    "listener",
+    "listener_everywhere",
     "look_up",
     "loopback",
     "nearest_first",
@@ -43,6 +45,7 @@ __all__ = [
     "tune",
 ]
 
+_BACKLOG = 1024
 _CREDENTIALS = struct.Struct("iII")
 _PROBE_TIMEOUT_S = 1.0
 _SIOCGIFADDR = 0x8915
@@ -223,6 +226,21 @@ def address_of(interface: str) -> str:
 def loopback() -> str:
     """The address under which processes of this host reach each other: 127.0.0.1, or without IPv4 ::1."""
     return next(filter(_is_own_address, ("127.0.0.1", "::1")), "127.0.0.1")
+
+
+def listener(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens on an address of this host; port 0: any that is free."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+
+
+def listener_everywhere(port: int) -> socket.socket:
+    """A socket that listens on all addresses of this host."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            family = socket.AF_INET6
+            return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def has_route(address: str) -> bool:

@@ -81,7 +81,7 @@ class Server:
         #: Commands of other threads; appending and popping are atomic.
         self._commands: deque[Callable[[], None]] = deque()
         if listener is None:
-            listener = _listener(address)
+            listener = network.listener(address)
             self.endpoint = network.endpoint_text(address, listener.getsockname()[1])
         self._values = Values[_Peer]()
         self._handshakes = Handshakes(secret, self._admit, on_other_secret=on_other_secret)
@@ -126,7 +126,7 @@ class Server:
 
     def listen(self, address: str) -> str:
         """Serve on a further address, and return its endpoint; raises OSError where it cannot be had."""
-        listener = _listener(address)
+        listener = network.listener(address)
         endpoint = network.endpoint_text(address, listener.getsockname()[1])
         self._added.append(listener)
         self._submit(self._listen)
@@ -271,8 +271,3 @@ class Server:
             self._values.forget(scope, index, peer.rank)
             if self._observe_loss is not None:
                 self._observe_loss(scope, index)
-
-
-def _listener(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=1024)

@@ -222,8 +222,7 @@ class _Meeting:
 
     def _listen(self, address: str) -> int:
         """Listen on an address of this host; returns the port."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        listener = network.listener(address)
         self._handshakes.listen(listener)
         return int(listener.getsockname()[1])
 

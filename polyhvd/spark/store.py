@@ -10,6 +10,7 @@ import uuid
 from typing import Any, NamedTuple
 
 from polyhvd.errors import DataError
+from polyhvd.launch.job.function import in_a_line
 
 __all__ = ["DBFSLocalStore", "FilesystemStore", "HDFSStore", "LocalStore", "Place", "Store"]
 
@@ -251,7 +252,7 @@ class FilesystemStore(Store):
         try:
             return bytes(self._filesystem.cat_file(self._found(path)))
         except Exception as error:  # of file systems
-            raise DataError(f"{path!r} cannot be read: {_in_a_line(error)}") from error
+            raise DataError(f"{path!r} cannot be read: {in_a_line(error)}") from error
 
     def write(self, path: str, data: bytes) -> None:
         """As of :class:`Store`."""
@@ -275,7 +276,7 @@ class FilesystemStore(Store):
                         self._filesystem.rm_file(written)
                 raise
         except Exception as error:  # of file systems
-            raise DataError(f"{path!r} cannot be written: {_in_a_line(error)}") from error
+            raise DataError(f"{path!r} cannot be written: {in_a_line(error)}") from error
 
     def _replace(self, path: str, written: str) -> None:
         """Move a file to a path, which may be another's: Hadoop's does not replace that one.
@@ -321,7 +322,7 @@ class FilesystemStore(Store):
                 if self._filesystem.exists(found):
                     self._filesystem.rm(found, recursive=True)
         except Exception as error:  # of file systems
-            raise DataError(f"{path!r} cannot be removed: {_in_a_line(error)}") from error
+            raise DataError(f"{path!r} cannot be removed: {in_a_line(error)}") from error
 
     def _protocols(self) -> set[str]:
         protocol = self._filesystem.protocol
@@ -344,7 +345,7 @@ class FilesystemStore(Store):
             _ = found.schema
             return found
         except Exception as error:  # of file systems and of pyarrow
-            raise DataError(f"{path!r} is not a data set of Parquet: {_in_a_line(error)}") from error
+            raise DataError(f"{path!r} is not a data set of Parquet: {in_a_line(error)}") from error
 
 
 class LocalStore(FilesystemStore):
@@ -426,7 +427,3 @@ def _numbered(path: str, idx: int | None) -> str:
 def _protocol_of(path: str) -> str:
     name, colon, _ = path.partition("/")[0].partition(":")
     return name if colon else ""
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -10,7 +10,8 @@ from device_arrays import DeviceArray, current_stream
 
 from polyhvd import ProcessSet, barrier, global_process_set, join
 from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
-from polyhvd.collectives.verbs import Collectives, resolve_op
+from polyhvd.collectives.functions import Functions
+from polyhvd.collectives.verbs import Collectives
 from polyhvd.exports import *  # noqa: F403 - as an adapter does
 
 __all__ = ["DeviceAdapter", "ProcessSet", "barrier", "global_process_set", "join"]
@@ -55,72 +56,32 @@ def _outputs(buffers: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     return arrays + [np.frombuffer(buffer, np.int32) for buffer in buffers[len(arrays) :]]
 
 
-_collectives: Collectives[Any] = Collectives(DeviceAdapter())  # type: ignore[type-var]
+_functions: Functions[Any] = Functions(Collectives(DeviceAdapter()))  # type: ignore[type-var]
 
-synchronize = _collectives.synchronize
-allgather = _collectives.allgather
-allgather_async = _collectives.allgather_async
-grouped_allgather = _collectives.grouped_allgather
-grouped_allgather_async = _collectives.grouped_allgather_async
-alltoall = _collectives.alltoall
-alltoall_async = _collectives.alltoall_async
-broadcast = _collectives.broadcast
-broadcast_async = _collectives.broadcast_async
+synchronize = _functions.synchronize
+allreduce = _functions.allreduce
+allreduce_ = _functions.allreduce_
+allreduce_async = _functions.allreduce_async
+allreduce_async_ = _functions.allreduce_async_
+grouped_allreduce = _functions.grouped_allreduce
+grouped_allreduce_async = _functions.grouped_allreduce_async
+allgather = _functions.allgather
+allgather_async = _functions.allgather_async
+grouped_allgather = _functions.grouped_allgather
+grouped_allgather_async = _functions.grouped_allgather_async
+broadcast = _functions.broadcast
+broadcast_ = _functions.broadcast_
+broadcast_async = _functions.broadcast_async
+broadcast_async_ = _functions.broadcast_async_
+alltoall = _functions.alltoall
+alltoall_async = _functions.alltoall_async
+reducescatter = _functions.reducescatter
+reducescatter_async = _functions.reducescatter_async
+grouped_reducescatter = _functions.grouped_reducescatter
+grouped_reducescatter_async = _functions.grouped_reducescatter_async
 
 
 def poll(handle: Handle) -> bool:
     """Whether it is done once the current stream, which synchronize() made wait for it, has got there."""
     current_stream().synchronize()
-    return _collectives.poll(handle)
-
-
-def allreduce(tensor: DeviceArray, op: int | None = None, **options: Any) -> DeviceArray:
-    result: DeviceArray = _collectives.allreduce(tensor, op=resolve_op(op), **options)
-    return result
-
-
-def allreduce_(tensor: DeviceArray, **options: Any) -> DeviceArray:
-    return allreduce(tensor, in_place=True, **options)
-
-
-def allreduce_async(tensor: DeviceArray, op: int | None = None, **options: Any) -> Handle:
-    return _collectives.allreduce_async(tensor, op=resolve_op(op), **options)
-
-
-def allreduce_async_(tensor: DeviceArray, **options: Any) -> Handle:
-    return allreduce_async(tensor, in_place=True, **options)
-
-
-def grouped_allreduce(tensors: Sequence[DeviceArray], op: int | None = None, **options: Any) -> Any:
-    return _collectives.grouped_allreduce(tensors, op=resolve_op(op), **options)
-
-
-def grouped_allreduce_async(tensors: Sequence[DeviceArray], op: int | None = None, **options: Any) -> Handle:
-    return _collectives.grouped_allreduce_async(tensors, op=resolve_op(op), **options)
-
-
-def reducescatter(tensor: DeviceArray, op: int | None = None, **options: Any) -> DeviceArray:
-    return _collectives.reducescatter(tensor, op=resolve_op(op), **options)  # type: ignore[no-any-return]
-
-
-def reducescatter_async(tensor: DeviceArray, op: int | None = None, **options: Any) -> Handle:
-    return _collectives.reducescatter_async(tensor, op=resolve_op(op), **options)
-
-
-def grouped_reducescatter(tensors: Sequence[DeviceArray], op: int | None = None, **options: Any) -> Any:
-    return _collectives.grouped_reducescatter(tensors, op=resolve_op(op), **options)
-
-
-def grouped_reducescatter_async(
-    tensors: Sequence[DeviceArray], op: int | None = None, **options: Any
-) -> Handle:
-    return _collectives.grouped_reducescatter_async(tensors, op=resolve_op(op), **options)
-
-
-def broadcast_(tensor: DeviceArray, root_rank: int, **options: Any) -> DeviceArray:
-    result: DeviceArray = _collectives.broadcast(tensor, root_rank, in_place=True, **options)
-    return result
-
-
-def broadcast_async_(tensor: DeviceArray, root_rank: int, **options: Any) -> Handle:
-    return _collectives.broadcast_async(tensor, root_rank, in_place=True, **options)
+    return _functions.poll(handle)

@@ -15,11 +15,10 @@ from pathlib import Path
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.folder import FolderStore
-from polyhvd.rendezvous.memory import Memory, MemoryStore
 from polyhvd.rendezvous.server import Server
 from polyhvd.rendezvous.store import Store
 
-__all__ = ["FolderPlace", "MemoryPlace", "Place", "ServerPlace", "connect"]
+__all__ = ["FolderPlace", "Place", "ServerPlace", "connect"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,24 +121,6 @@ write, os.write = os.write, write_half
 
     def lose(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-class MemoryPlace(Place):
-    """The memory of this process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = Memory(self.secret)
-
-    def join(self, rank: int = 0) -> Store:
-        self.stores.append(MemoryStore(self.memory, rank))
-        return self.stores[-1]
-
-    def where(self) -> tuple[str, str]:
-        raise AssertionError("no other process sees this one's memory")
-
-    def lose(self) -> None:
-        self.memory.close()
 
 
 def connect(kind: str, where: str, secret: bytes, rank: int) -> Store:

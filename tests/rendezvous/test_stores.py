@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from places import FolderPlace, MemoryPlace, Place, ServerPlace
+from places import FolderPlace, Place, ServerPlace
 
 from polyhvd.rendezvous.store import COUNT_MAX, VALUE_BYTES_MAX, GatherTimeoutError, Store, StoreError
 
@@ -21,21 +21,11 @@ VALUES = [b"", b"\0", bytes(range(256)), b"{}\n" * 5, os.urandom(1 << 20)]
 
 
 def make(kind: str, tmp_path: Path) -> Place:
-    if kind == "folder":
-        return FolderPlace(tmp_path / "store")
-    return ServerPlace() if kind == "server" else MemoryPlace()
-
-
-@pytest.fixture(params=["server", "folder", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    place = make(request.param, tmp_path)
-    yield place
-    place.close()
+    return FolderPlace(tmp_path / "store") if kind == "folder" else ServerPlace()
 
 
 @pytest.fixture(params=["server", "folder"])
-def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """What several processes can share."""
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     place = make(request.param, tmp_path)
     yield place
     place.close()
@@ -368,7 +358,7 @@ def test_ranks_of_a_job_agree_on_its_name_and_another_job_has_another(place: Pla
     assert one.job == two.job
     assert one.secret == two.secret == place.secret
     assert one.secret.hex() not in one.job
-    kinds = {FolderPlace: "folder", ServerPlace: "server", MemoryPlace: "memory"}
+    kinds = {FolderPlace: "folder", ServerPlace: "server"}
     (tmp_path / "other").mkdir()
     other = make(kinds[type(place)], tmp_path / "other")
     try:
@@ -391,27 +381,27 @@ def test_many_ranks_on_threads_meet_again_and_again(place: Place) -> None:
 # Several processes
 
 
-def test_many_ranks_in_processes_meet(shared: Place) -> None:
+def test_many_ranks_in_processes_meet(place: Place) -> None:
     code = """
 values = store.gather('cards', 4, 30, own=(int(rank), rank.encode() * 1000))
 assert values == [str(other).encode() * 1000 for other in range(4)], values
 store.gather('done', 4, 30, own=(int(rank), b''))
 """
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(shared.process(rank, code)) for rank in range(4)]
+        processes = [stack.enter_context(place.process(rank, code)) for rank in range(4)]
         assert [process.wait(60) for process in processes] == [0] * 4
 
 
-def test_a_rank_that_was_killed_comes_back_with_another_value(shared: Place) -> None:
+def test_a_rank_that_was_killed_comes_back_with_another_value(place: Place) -> None:
     code = "store.put('cards', 1, b'old', own=True); print('put', flush=True); time.sleep(600)"
-    staying = shared.join(0)
-    with shared.process(1, code) as dying:
+    staying = place.join(0)
+    with place.process(1, code) as dying:
         assert dying.stdout is not None
         assert dying.stdout.readline() == "put\n"
         settle(staying, "cards", [0], 2)
         dying.send_signal(signal.SIGKILL)
         dying.wait(20)
-    back = shared.join(1)
+    back = place.join(1)
     request = back.post_gather("cards", 2, 20, own=(1, b"new"))
     staying.put("cards", 0, b"zero", own=True)
     assert taken(back, request) == [b"zero", b"new"]
@@ -419,10 +409,10 @@ def test_a_rank_that_was_killed_comes_back_with_another_value(shared: Place) -> 
     settle(staying, "cards", [1], 2)
 
 
-def test_writer_that_is_killed_in_the_middle_of_a_put_leaves_nothing_to_see(shared: Place) -> None:
-    reading = shared.join(0)
+def test_writer_that_is_killed_in_the_middle_of_a_put_leaves_nothing_to_see(place: Place) -> None:
+    reading = place.join(0)
     request = reading.post_gather("value", 1, 30)
-    with shared.process(1, f"{shared.halve}\nstore.put('value', 0, bytes(1 << 20))") as writing:
+    with place.process(1, f"{place.halve}\nstore.put('value', 0, bytes(1 << 20))") as writing:
         assert writing.stdout is not None
         assert writing.stdout.readline() == "half\n"
         assert absent(reading, "value") == [0]
@@ -430,21 +420,21 @@ def test_writer_that_is_killed_in_the_middle_of_a_put_leaves_nothing_to_see(shar
         writing.wait(20)
     assert absent(reading, "value") == [0]
     assert reading.take(request) is None
-    back = shared.join(1)
+    back = place.join(1)
     back.put("value", 0, b"whole")
     assert taken(reading, request) == [b"whole"]
 
 
-def test_values_are_whole_or_absent_whenever_their_writer_is_killed(shared: Place) -> None:
+def test_values_are_whole_or_absent_whenever_their_writer_is_killed(place: Place) -> None:
     code = """
 for number in range(10000):
     store.put('value', number, bytes([number % 256]) * (1 << 20))
     print(number, flush=True)
 """
-    reading = shared.join(0)
+    reading = place.join(0)
     chance = random.Random(7)
     for turn in range(4):
-        with shared.process(1, code.replace("'value'", f"'value {turn}'")) as writing:
+        with place.process(1, code.replace("'value'", f"'value {turn}'")) as writing:
             assert writing.stdout is not None
             for _ in range(chance.randint(1, 12)):
                 last = int(writing.stdout.readline())

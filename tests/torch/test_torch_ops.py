@@ -14,6 +14,7 @@ import torch
 from polyhvd.torch.adapter import TorchAdapter
 from torch_common import Tensor, assert_usable, everyones, raises, rank_tensor
 
+from polyhvd.collectives.functions import Functions
 from polyhvd.collectives.verbs import Collectives
 
 pytestmark = pytest.mark.ranks(2, 3, framework="torch")
@@ -199,7 +200,7 @@ def test_compression_restores_the_dtype() -> None:
 
 def test_exchanges_work_in_every_form() -> None:
     """Of every dtype, of views that are not dense, blocking and not, read by DLPack and by address."""
-    slow = Collectives(TorchAdapter(by_reference=True))
+    slow = Functions(Collectives(TorchAdapter(by_reference=True)))
     n, rank = hvd.size(), hvd.rank()
     for dtype in DTYPES:
         for make in (lambda t: t, lambda t: t.t().contiguous().t()):
@@ -305,19 +306,19 @@ def test_average_can_be_asked_for_in_the_old_ways() -> None:
 
 def test_tensors_can_be_read_without_the_exchange_api() -> None:
     """What torch before 2.10 gets: address, shape and dtype, read in Python."""
-    slow = Collectives(TorchAdapter(by_reference=True))
+    slow = Functions(Collectives(TorchAdapter(by_reference=True)))
     for dtype in DTYPES:
         op = hvd.Max if dtype == torch.bool else hvd.Sum
         for shape in ((2, 3), (), (0, 2)):
             expected = total(*shape, dtype=dtype)
             assert torch.equal(slow.allreduce(rank_tensor(*shape, dtype=dtype), op=op), expected)
             x = rank_tensor(*shape, dtype=dtype)
-            assert slow.allreduce(x, op=op, in_place=True) is x
+            assert slow.allreduce_(x, op=op) is x
             assert torch.equal(x, expected)
         gathered = slow.allgather(rank_tensor(2, 3, dtype=dtype))
         assert torch.equal(gathered, torch.cat(everyones(2, 3, dtype=dtype)))
     base = rank_tensor(3, 4)
-    slow.broadcast(base.t(), 1, in_place=True)
+    slow.broadcast_(base.t(), 1)
     assert torch.equal(base, everyones(3, 4)[1])
     with raises(TypeError, "complex64"):
         slow.allreduce(torch.ones(2, dtype=torch.complex64))

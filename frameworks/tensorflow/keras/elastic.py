@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 from polyhvd.tensorflow.adapter import memory_of
 from polyhvd.tensorflow.elastic import run, run_fn, train
@@ -25,29 +23,9 @@ __all__ = [
 __all__ += exports.__all__
 
 
-class KerasState(KerasModelState):
-    """A model of Keras, its optimizer and other attributes, by name.
-
-    Args:
-        model: built; its weights are kept.
-        optimizer: None: the model's own.
-        kwargs: other attributes with their first values, which are pickled.
-
-    Raises:
-        InvalidArgumentError: the model has no weights yet.
-
-    Example::
-
-        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
-
-        @hvd.elastic.run
-        def train(state):
-            model.fit(data, epochs=10 - state.epoch, callbacks=[
-                hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)])
-    """
-
-    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        super().__init__(memory_of, model, optimizer, **kwargs)
+class KerasState(KerasModelState):  # noqa: D101
+    __doc__ = KerasModelState.__doc__
+    _read = staticmethod(memory_of)
 
 
 class CommitStateCallback(CommitState, tf.keras.callbacks.Callback):  # noqa: D101

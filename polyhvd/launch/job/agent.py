@@ -243,10 +243,10 @@ class Agent:
         os.set_blocking(wake, False)
         os.set_blocking(alarm, False)
         signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _leave_to_the_loop)
+        signal.signal(signal.SIGCHLD, leave_to_the_loop)
         for number in (*STOP_SIGNALS, *USER_SIGNALS):
             if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, _leave_to_the_loop)
+                signal.signal(number, leave_to_the_loop)
         return wake
 
     def _read_signals(self, descriptor: int, process: int) -> None:
@@ -422,7 +422,7 @@ class Agent:
             os.write(self._set_patience, struct.pack("d", timeout_s))
         ignored = set(job.get("ignored", ()))
         for number in (*STOP_SIGNALS, *USER_SIGNALS):
-            signal.signal(number, signal.SIG_IGN if number in ignored else _leave_to_the_loop)
+            signal.signal(number, signal.SIG_IGN if number in ignored else leave_to_the_loop)
         environment = {k: v for k, v in os.environ.items() if k not in job["unset"]}
         environment.update(job["env"])
         threads = max(1, len(os.sched_getaffinity(0)) // job.get("local_size", len(job["ranks"])))
@@ -632,7 +632,7 @@ def has_handler(pid: int, number: int) -> bool:
     return True
 
 
-def _leave_to_the_loop(*_: Any) -> None:
+def leave_to_the_loop(*_: Any) -> None:
     """Python's C handler has written the signal's number into a pipe, see set_wakeup_fd."""
 
 
@@ -669,7 +669,7 @@ def _guard(agent: int, alarm: int, patience: int) -> int:
     signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
     for number in (*STOP_SIGNALS, *USER_SIGNALS, _PARENT_GONE):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _leave_to_the_loop)
+            signal.signal(number, leave_to_the_loop)
     while True:
         pid, status = os.waitpid(-1, os.WUNTRACED | os.WCONTINUED)
         if pid != agent:
@@ -699,7 +699,7 @@ def main(parent: int | None = None) -> None:
     """Run an agent on standard input and output; ``parent``: end with this process as well."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that has started it may have blocked any
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(_PARENT_GONE, _leave_to_the_loop)  # not ignored, and not yet deadly
+    signal.signal(_PARENT_GONE, leave_to_the_loop)  # not ignored, and not yet deadly
     if parent is not None:
         # The end of standard input would be enough if the launcher were never forked.
         _LIBC.prctl(_PR_SET_PDEATHSIG, _PARENT_GONE, 0, 0, 0)

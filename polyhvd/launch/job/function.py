@@ -48,6 +48,7 @@ __all__ = [
     "TRACEBACK",
     "in_a_line",
     "kill_rank",
+    "last_place",
     "load_error",
     "load_result",
     "main",
@@ -439,7 +440,7 @@ def _call(launched: Launched) -> None:
     if launched.member is None:
         _hand_in(launched, RESULT, launched.rank, result, start_timeout_s)
     else:
-        value = cloudpickle.dumps((*_last_place(launched.member), result))
+        value = cloudpickle.dumps((*last_place(launched.member), result))
         _hand_in(launched, f"{RESULT}/{launched.member}", 0, value, start_timeout_s)
 
 
@@ -448,7 +449,7 @@ def _number(launched: Launched) -> int:
     return launched.rank if launched.member is None else launched.member
 
 
-def _last_place(member: int) -> tuple[int, int, int]:
+def last_place(member: int) -> tuple[int, int, int]:
     """Generation, rank and size of the last world of this process; without one, 0, its number and 0."""
     from polyhvd.elastic import process
 

@@ -311,7 +311,7 @@ class Follower:
         former = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
         former_alarm = signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
         for number in former:
-            signal.signal(number, _leave_to_the_loop)
+            signal.signal(number, agent.leave_to_the_loop)
         # Only the first host can suspend the job: if this process stopped, this host would count as lost.
         former[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         try:
@@ -341,7 +341,3 @@ class Follower:
         self._selector.close()
         os.close(self._wake)
         os.close(self._alarm)
-
-
-def _leave_to_the_loop(*_: object) -> None:
-    """Python's C handler has written the signal's number into the pipe."""

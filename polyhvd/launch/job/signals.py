@@ -30,7 +30,7 @@ def passing_signals_to(alarm: int) -> Iterator[None]:
         # a handler that Python does not know, such as faulthandler's.
         is_free = handler == signal.SIG_DFL and not agent.has_handler(os.getpid(), number)
         if (number in agent.STOP_SIGNALS and handler != signal.SIG_IGN) or is_free:
-            former[number] = signal.signal(number, _leave_to_the_loop)
+            former[number] = signal.signal(number, agent.leave_to_the_loop)
     try:
         yield
     finally:
@@ -44,7 +44,3 @@ def stop_like_others() -> None:
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     signal.raise_signal(signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, handler)
-
-
-def _leave_to_the_loop(*_: object) -> None:
-    """Python's C handler has written the signal's number into the pipe, see set_wakeup_fd."""

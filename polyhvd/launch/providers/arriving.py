@@ -31,7 +31,6 @@ __all__ = ["PURPOSE", "Arrivals", "ArrivedAgent", "ArrivedAgents", "LateError", 
 
 #: Of the connections, in their greeting.
 PURPOSE = "agent"
-_BACKLOG = 1024
 _LOOK_S = 0.2
 _CONCLUDE_S = 5.0
 
@@ -182,7 +181,7 @@ class Arrivals:
         self._hello = {"hosts": len(names), "version": version}
         self._called: set[int] = set()  # that have connected, and perhaps not proved anything
         self.arrived: dict[int, ArrivedAgent] = {}
-        listener = _listener(address, port)
+        listener = network.listener(address, port) if address else network.listener_everywhere(port)
         self._handshakes = Handshakes(secret, self._admit, on_other_secret=self._warn_of)
         self._handshakes.listen(listener)
         self._selector = selectors.DefaultSelector()
@@ -305,15 +304,3 @@ class Arrivals:
             )
             late.append(self._names[number] + called)
         return f"{', '.join(late)}: did not connect in time"
-
-
-def _listener(address: str, port: int) -> socket.socket:
-    if address:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
-            )
-    return socket.create_server(("", port), backlog=_BACKLOG)
