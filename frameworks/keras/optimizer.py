@@ -13,7 +13,15 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training import passes
 from polyhvd.training.drift import DriftCheck, shapes_of
-from polyhvd.training.keras.optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
+from polyhvd.training.keras.optimizers import (
+    Wrapped,
+    is_distributed,
+    present,
+    reduced_first,
+    replace,
+    sharing_state,
+    with_all_variables,
+)
 from polyhvd.training.keras.weights import DRIFT_REMEDY, hyperparameters_of, path_of, values_of
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import Exchange, GradientReducer, keras_layers
@@ -193,10 +201,17 @@ class _Distributed(Wrapped):
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Reduce, then let the optimizer clip and apply."""
-        variables = None if trainable_variables is None else list(trainable_variables)
+        own = None if trainable_variables is None else list(trainable_variables)
+        grads, variables = with_all_variables(self, list(grads), own)
         known = getattr(self, "_trainable_variables", None) if variables is None else variables
         base_apply = super().apply  # type: ignore[misc]
-        return self.polyhvd_step(grads, known or None, lambda reduced: base_apply(reduced, variables))
+
+        def apply(reduced: list[Any]) -> Any:
+            if variables is own or variables is None:
+                return base_apply(reduced, own)
+            return base_apply(*present(reduced, variables))
+
+        return self.polyhvd_step(grads, known or None, apply)
 
 
 def _build_nothing(optimizer: Any, variables: list[Any] | None) -> None:

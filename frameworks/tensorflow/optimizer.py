@@ -21,7 +21,13 @@ from polyhvd.tensorflow.passes import Passes, only_effects
 from polyhvd.tensorflow.reducer import TensorflowReducer
 
 from polyhvd.runtime import current
-from polyhvd.training.keras.optimizers import Wrapped, is_distributed, sharing_state
+from polyhvd.training.keras.optimizers import (
+    Wrapped,
+    is_distributed,
+    present,
+    sharing_state,
+    with_all_variables,
+)
 from polyhvd.training.options import Options
 
 __all__ = ["distribute"]
@@ -85,12 +91,19 @@ class _Keras3(_Distributed):
     @do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Reduce, then let the optimizer clip and apply."""
-        variables = None if trainable_variables is None else list(trainable_variables)
+        own = None if trainable_variables is None else list(trainable_variables)
+        grads, variables = with_all_variables(self, list(grads), own)
         if self.polyhvd_passes.number > 1:
             build_before_branching(self, variables)
         known = getattr(self, "_trainable_variables", None) if variables is None else variables
         base_apply = super().apply  # type: ignore[misc]
-        return self.polyhvd_step(grads, known or None, lambda reduced: base_apply(reduced, variables))
+
+        def apply(reduced: list[Any]) -> Any:
+            if variables is own or variables is None:
+                return base_apply(reduced, own)
+            return base_apply(*present(reduced, variables))
+
+        return self.polyhvd_step(grads, known or None, apply)
 
 
 class _Keras2(_Distributed):

@@ -109,9 +109,11 @@ class Passes:
 
     def drop_passes(self) -> None:
         """Forget the passes since the last step; only where operations run at once."""
-        if self.passes_held():
-            self._counts[None].assign(0)
-            for total in self._sums.values():
+        if None not in self._counts:
+            return
+        self._counts[None].assign(0)  # also where the last pass has failed after it was counted
+        for (graph, _), total in self._sums.items():
+            if graph is None:
                 total.clear()
 
     def run(
@@ -135,7 +137,8 @@ class Passes:
         parts = [self._prepared(gradient) for gradient in gradients]
         known = {i: self._sum_of(i, part, sources) for i, part in enumerate(parts)}
         sums = {i: total for i, total in known.items() if total is not None}
-        last = self._count_pass()
+        with tf.control_dependencies([] if tf.executing_eagerly() else _tensors(parts)):
+            last = self._count_pass()  # a pass whose gradients fail does not count
 
         def finish() -> T:
             totals: list[Any] = [None] * len(parts)

@@ -10,6 +10,7 @@ from polyhvd.tensorflow import names, ops, sparse
 from polyhvd.tensorflow.compression import VariableState
 from polyhvd.tensorflow.errors import as_tensorflow
 
+from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.training.compression import Compressor, CompressorState
 from polyhvd.training.keras.weights import path_of
 from polyhvd.training.options import Options
@@ -107,7 +108,11 @@ class TensorflowExchange(Exchange[Any]):
         """A new tensor."""
         return tf.gather(tensor, list(places), axis=-1)
 
-    def divided(self, gradient: Any, divisor: int) -> Any:
+    def size_of(self, process_set: ProcessSet) -> Any:
+        """In a graph a tensor."""
+        return sparse.size_of(process_set)
+
+    def divided(self, gradient: Any, divisor: Any) -> Any:
         """A tensor or slices, divided."""
         return sparse.divided(gradient, divisor)
 

@@ -12,24 +12,38 @@ from typing import Any
 import tensorflow as tf
 from polyhvd.tensorflow import ops
 from polyhvd.tensorflow.errors import UnsupportedError
+from polyhvd.tensorflow.runtime_ops import size_op
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.training.compression import Compressor
 
-__all__ = ["allreduce", "divided", "merged"]
+__all__ = ["allreduce", "divided", "merged", "size_of"]
 
 
-def _scaled(values: tf.Tensor, factor: float) -> tf.Tensor:
+def size_of(process_set: ProcessSet) -> Any:
+    """The number of ranks when a graph runs: a function is not traced again when an elastic world changes.
+
+    A tensor of int32 in a graph, else an int.
+    """
+    if tf.executing_eagerly() or not tf.compat.v1.executing_eagerly_outside_functions():
+        return process_set.size()
+    process_set.size()  # raises an error if the set does not exist
+    return size_op(process_set.process_set_id or 0)
+
+
+def _scaled(values: tf.Tensor, factor: Any) -> tf.Tensor:
     """Integers are multiplied as doubles and truncated, as in reductions of dense tensors."""
-    if factor == 1.0:
+    if isinstance(factor, float) and factor == 1.0:
         return values
+    if values.dtype.is_floating and tf.is_tensor(factor):
+        return values * tf.cast(factor, values.dtype)
     if values.dtype.is_floating:
         return values * tf.constant(factor, values.dtype)  # tf.cast would round it to float32 first
     return tf.cast(tf.cast(values, tf.float64) * factor, values.dtype)
 
 
-def _divided(values: tf.Tensor, divisor: int, factor: float) -> tf.Tensor:
+def _divided(values: tf.Tensor, divisor: Any, factor: float) -> tf.Tensor:
     """Integers, as floating-point numbers."""
     return tf.truediv(values, tf.cast(divisor, values.dtype)) * factor
 
@@ -69,9 +83,9 @@ def allreduce(
             f"op={ReduceOp(op).name}: tf.IndexedSlices are reduced with Average or Sum; for others convert "
             "them with tf.convert_to_tensor(), or pass sparse_as_dense=True to the optimizer or tape",
         )
-    size = process_set.size() if op == ReduceOp.Average else 1
-    post = postscale_factor / size
-    is_scaled = op == ReduceOp.Average or (prescale_factor, post) != (1.0, 1.0)
+    size = size_of(process_set) if op == ReduceOp.Average else 1
+    post = postscale_factor / tf.cast(size, tf.float64) if tf.is_tensor(size) else postscale_factor / size
+    is_scaled = op == ReduceOp.Average or (prescale_factor, postscale_factor) != (1.0, 1.0)
     exact = [is_scaled and not each.dtype.is_floating for each in slices]
     parts = [
         _with_values(merged(each), lambda values: _scaled(values, prescale_factor)) if is_exact else each
@@ -126,8 +140,10 @@ def _with_values(slices: tf.IndexedSlices, change: Callable[[tf.Tensor], tf.Tens
     return tf.IndexedSlices(change(slices.values), slices.indices, slices.dense_shape)
 
 
-def divided(gradient: Any, divisor: float) -> Any:
+def divided(gradient: Any, divisor: Any) -> Any:
     """A tensor or slices of floating-point numbers, divided."""
+    if tf.is_tensor(divisor):
+        divisor = tf.cast(divisor, gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values / divisor, gradient.indices, gradient.dense_shape)
     return tf.convert_to_tensor(gradient) / divisor

@@ -7,6 +7,7 @@ from typing import Any
 
 from polyhvd.elastic.state import State
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.passes import passes_held
 
 __all__ = ["CommitState", "UpdateBatchState", "UpdateEpochState"]
 
@@ -36,11 +37,13 @@ class CommitState:
             raise InvalidArgumentError(f"batches_per_commit={batches_per_commit}: expected 0 or more")
         self.state = state
         self.batches_per_commit = batches_per_commit
-        self._batches = self._first = 0
+        self._batches = self._first = self._held = 0
+        self._is_due = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Reset the count: all ranks begin here together."""
-        self._batches = 0
+        self._batches = self._held = 0
+        self._is_due = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Note which batches are executed together."""
@@ -48,16 +51,33 @@ class CommitState:
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Commit, if it is time."""
-        self._batches += max(1, batch - self._first + 1)
+        batches = max(1, batch - self._first + 1)
+        self._batches += batches
+        self._held += batches
         if batch + 1 >= _steps(self):
             return  # a commit that has all batches of an epoch, but not its end, would begin with a whole one
-        if self.batches_per_commit and self._batches >= self.batches_per_commit:
-            self._batches = 0
-            self.state.commit()
+        self._is_due |= 0 < self.batches_per_commit <= self._batches
+        self._commit_if_due()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Commit."""
-        self._batches = 0
+        """Commit; after the next update if gradients of earlier batches wait for it."""
+        self._is_due = True
+        self._commit_if_due()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Commit what is due, whatever waits for an update."""
+        if self._is_due:
+            self._commit()
+
+    def _commit_if_due(self) -> None:
+        if self._held < passes_held():
+            return  # these gradients are in no state
+        self._held = 0
+        if self._is_due:
+            self._commit()
+
+    def _commit(self) -> None:
+        self._batches, self._is_due = 0, False
         self.state.commit()
 
 

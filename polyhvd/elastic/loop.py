@@ -126,6 +126,7 @@ def looped(
                         member.commits = state._commits
                     with state.waiting():
                         (reset or _rejoin)()
+                    drop_passes()  # those of a commit between two updates, which new ranks do not have
                     state.on_reset()
                 must_reset = False
                 if not skip_sync:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 
 __all__ = ["KerasModelState", "VariablesHandler"]
+
+_LOG = logging.getLogger("polyhvd")
 
 Array = np.ndarray[Any, Any]
 #: Until memory that variables had before is used again for others, rather than given back to the system.
@@ -212,6 +215,8 @@ class KerasModelState(HandlersState):
                 f"the model {getattr(model, 'name', model)!r} has no weights yet, which an elastic state "
                 "needs; begin it with an Input, or call model.build(input_shape) first"
             )
+        self._is_given = optimizer is not None
+        self._has_warned = False
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
         read = self._read
@@ -222,6 +227,18 @@ class KerasModelState(HandlersState):
         object.__setattr__(self, "model", model)
         object.__setattr__(self, "optimizer", optimizer)
         super().__init__(handlers, **kwargs)
+
+    def save(self) -> None:
+        """Also warn if the model has another optimizer than the state."""
+        own = getattr(self.model, "optimizer", None)
+        if not self._is_given and own is not self.optimizer and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "%s: the model was compiled after the state was created, so commits do not contain its "
+                "optimizer; create the state after compile(), or pass optimizer=",
+                type(self).__name__,
+            )
+        super().save()
 
     def _of_optimizer(self) -> list[Any]:
         """The optimizer's variables, created now if needed, so that new ranks have as many as the others."""

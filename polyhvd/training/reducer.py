@@ -14,7 +14,7 @@ import numpy as np
 
 from polyhvd.collectives.adapter import Handle, ReduceOp
 from polyhvd.collectives.operation import process_set_id
-from polyhvd.collectives.process_sets import global_process_set
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives
 from polyhvd.errors import InvalidArgumentError, RankMismatchError, UnsupportedError
 from polyhvd.runtime import current
@@ -120,7 +120,11 @@ class Exchange(Generic[T]):
             self._collectives.adapter.assign(gradient, reduced)
         return gradient
 
-    def divided(self, gradient: T, divisor: int) -> T:
+    def size_of(self, process_set: ProcessSet) -> Any:
+        """How many ranks a process set has now."""
+        return process_set.size()
+
+    def divided(self, gradient: T, divisor: Any) -> T:
         """A gradient that stays on its rank, dense or sparse, divided; it may be written to."""
         tensor: Any = gradient
         quotient: T = tensor / divisor
@@ -291,7 +295,7 @@ class GradientReducer(Generic[T]):
         is_scaled = self.options.op == ReduceOp.Average or self.exchange.scales_local_sums
         if not (is_scaled and self.options.scale_local_gradients and self.takes_part()):
             return gradient
-        return self.exchange.divided(gradient, self.process_set.size())
+        return self.exchange.divided(gradient, self.exchange.size_of(self.process_set))
 
     # All at once ----------------------------------------------------------------
 

@@ -49,6 +49,30 @@ class Gate:
         return result
 
 
+def test_averages_in_a_function_are_those_of_the_world_in_which_it_runs() -> None:
+    table, own = tf.Variable(tf.zeros([3, 1])), tf.Variable(0.0)
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0))
+    optimizer.build([table, own])
+    optimizer.register_local_var(own)
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [0])) + own
+        optimizer.apply(tape.gradient(loss, [table, own]), [table, own])
+
+    hvd.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POLYHVD_ALONE", "1")
+        hvd.init()
+        step()
+        assert [float(table[0, 0]), float(own)] == [-1.0, -1.0]
+        hvd.shutdown()
+    hvd.init()
+    step()
+    assert [float(table[0, 0]), float(own)] == [-2.0, pytest.approx(-1.0 - 1.0 / SIZE)]
+
+
 def rewire() -> None:
     hvd.shutdown()
     hvd.init()

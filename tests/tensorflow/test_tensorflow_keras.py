@@ -16,6 +16,7 @@ import polyhvd.tensorflow.keras as hvd_tf_keras
 import pytest
 import tensorflow as tf
 from depth import repeats  # tests/harness, on the path by tests/conftest.py
+from drift_reports import drift_reports
 from keras_common import (
     BATCH,
     FEATURES,
@@ -35,6 +36,7 @@ from keras_common import (
 from tensorflow_common import raises
 
 import polyhvd
+from polyhvd.training.passes import passes_held
 
 pytestmark = pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "2"})
 
@@ -282,6 +284,13 @@ def test_gradients_of_other_variables_are_an_error_with_their_names(kind: str) -
     assert differences in raises(tf.errors.FailedPreconditionError, optimizer.apply, given, sources)
     optimizer.apply([tf.ones([4, 2]), None, tf.fill([4, 2], 1.0 + RANK)], sources)
     assert [float(source[0, 0]) for source in sources] == [0.0, 1.0, -0.5]
+    # Programs leave out variables without a gradient.
+    some = [
+        (gradient, source) for gradient, source in zip(given, sources, strict=True) if gradient is not None
+    ]
+    assert differences in raises(tf.errors.FailedPreconditionError, optimizer.apply_gradients, some)
+    optimizer.apply_gradients([(tf.fill([4, 2], 1.0 + RANK), sources[2])])
+    assert [float(source[0, 0]) for source in sources] == [0.0, 1.0, -2.0]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -569,6 +578,53 @@ def test_elastic_callbacks_count_the_batches_of_several_executions() -> None:
     model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[update(state), commit(state, 5), see])
     assert found == [(4, -1), (8, 0), (10, 0)], "the last batch is committed with the end of the epoch"
     assert (state.batch, state._commits) == (0, 1)
+
+
+def test_elastic_callbacks_commit_when_no_gradients_wait_for_an_update() -> None:
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(), backward_passes_per_step=2)
+    model.compile(optimizer, loss="mse")
+    held: list[tuple[int, int]] = []
+
+    class State(hvd.elastic.KerasState):  # type: ignore[misc]
+        def save(self) -> None:
+            held.append((passes_held(), int(optimizer.iterations)))
+            super().save()
+
+    state = State(model, batch=0, epoch=0)
+    held.clear()
+    x = np.ones((3 * BATCH, FEATURES), np.float32)
+    commit = hvd.elastic.CommitStateCallback(state)
+    model.fit(x, x[:, :1], batch_size=BATCH, epochs=2, verbose=0, callbacks=[commit])
+    # After batch 2; after the first batch of the next epoch, with the end of the first one; at the end.
+    assert held == [(0, 1), (0, 2), (0, 3)]
+
+
+def test_state_that_lacks_the_optimizer_of_its_model_is_reported_once() -> None:
+    for is_first in (True, False):
+        model = make_model()
+        state = hvd.elastic.KerasState(model, epoch=0) if is_first else None
+        model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
+        state = state or hvd.elastic.KerasState(model, epoch=0)
+        with drift_reports() as reports:
+            for _ in range(2):
+                state.save()
+        assert len(reports) == is_first
+        assert all("the model was compiled after the state was created" in report for report in reports)
+
+
+def test_callback_that_has_broadcast_in_an_earlier_world_broadcasts_with_ranks_that_are_new() -> None:
+    model = make_model()
+    model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    x = np.ones((BATCH, FEATURES), np.float32)
+    model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[callback])
+    polyhvd.shutdown()
+    hvd.init()
+    if hvd.rank() == 1:  # as a process that is new
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[callback])
+    assert_same_on_all_ranks(model.get_weights())
 
 
 def test_metrics_are_logged_on_rank_0() -> None:

@@ -29,6 +29,7 @@ from keras_common import (
 from tensorflow_common import raises
 
 import polyhvd
+from polyhvd.training.passes import drop_passes
 
 pytestmark = pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "2"})
 
@@ -191,6 +192,31 @@ def test_a_gradient_of_an_earlier_pass_counts_when_the_last_one_has_none() -> No
     assert float(a) == 1.0 - 1.5
     np.testing.assert_array_equal(b.numpy(), [[1.0], [1.0 - 2.5]])
     assert float(last) == -3.0
+
+
+def test_a_variable_that_the_last_pass_leaves_out_gets_the_gradients_of_the_others() -> None:
+    variables = [tf.Variable(0.0), tf.Variable(0.0)]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    optimizer.build(variables)
+    optimizer.apply([tf.constant(1.0)] * 2, variables)
+    optimizer.apply([tf.constant(1.0)], variables[:1])
+    assert [float(variable) for variable in variables] == [-2.0, -1.0]
+
+
+def test_a_last_pass_that_fails_leaves_no_gradients_of_earlier_ones() -> None:
+    weight = tf.Variable(0.0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def step(x: Any) -> None:
+        optimizer.apply([tf.reduce_mean(hvd_tf.allreduce(x, name="x"))], [weight])
+
+    step(tf.ones([1]))
+    raises(tf.errors.OpError, step, tf.ones([1 + hvd.rank()]))
+    drop_passes()
+    step(tf.ones([1]))
+    step(tf.ones([1]))
+    assert float(weight) == -2.0
 
 
 def test_a_gradient_that_changes_its_kind_says_what_to_do() -> None:

@@ -13,6 +13,7 @@ from polyhvd.collectives.process_sets import global_process_set
 from polyhvd.data.position import Position
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
+from polyhvd.runtime.world import World
 from polyhvd.training.drift import compare_now, report
 from polyhvd.training.keras.optimizers import is_distributed
 from polyhvd.training.keras.weights import DRIFT_REMEDY, hyperparameters_of, values_of
@@ -75,6 +76,7 @@ class BroadcastGlobalVariables(abc.ABC):
         self._accept_device(device)
         self.root_rank = root_rank
         self.broadcast_done = False
+        self._world: weakref.ref[World] | None = None  # in which it was done
         self._local = {self._reference(variable) for variable in local_variables or ()}
 
     @abc.abstractmethod
@@ -92,6 +94,8 @@ class BroadcastGlobalVariables(abc.ABC):
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast, if there is something to broadcast."""
         world = current.world()
+        if self._world is not None and self._world() is not world:
+            self.broadcast_done = False  # ranks that are new in this world wait for all
         _local_variables[self.model] = self._local
         if world.placement.size > 1 and _trains_apart(self.model):
             text = f"BroadcastGlobalVariablesCallback: {_PLAIN}"
@@ -122,7 +126,7 @@ class BroadcastGlobalVariables(abc.ABC):
         variables = [*self.model.weights, *(state() if callable(state) else state)]
         unique = {self._reference(variable): variable for variable in variables}
         self._send([variable for reference, variable in unique.items() if reference not in self._local])
-        self.broadcast_done = True
+        self.broadcast_done, self._world = True, weakref.ref(current.world())
 
 
 class DataPosition:
@@ -478,6 +482,20 @@ class BestModel:
         """As of the base class, on rank 0."""
         if current.world().placement.rank == 0:
             super().on_epoch_end(epoch, logs)  # type: ignore[misc]
+        else:
+            self._note_best(logs or {})
+
+    def _note_best(self, logs: dict[str, Any]) -> None:
+        """Keep the best value on each rank: in an elastic job it may become rank 0."""
+        own: Any = self
+        value = logs.get(own.monitor)
+        if value is None:
+            return
+        if own.monitor_op is None:
+            own._set_monitor_op()  # of Keras 3, as in its on_epoch_end()
+        is_better = getattr(own, "_is_improvement", own.monitor_op)  # Keras 2 has only the operator
+        if is_better(value, own.best):
+            own.best = value
 
 
 def _reducer_of(optimizer: Any) -> Any:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from polyhvd.training.compression import Compressor
 
-__all__ = ["Wrapped", "is_distributed", "model_loader", "reduced_first", "replace", "sharing_state"]
+__all__ = [
+    "Wrapped",
+    "is_distributed",
+    "model_loader",
+    "present",
+    "reduced_first",
+    "replace",
+    "sharing_state",
+    "with_all_variables",
+]
 
 
 class Wrapped:
@@ -48,6 +58,42 @@ def sharing_state(optimizer: Any, mixin: type[Wrapped], attributes: dict[str, An
     return wrapped
 
 
+def with_all_variables(
+    optimizer: Any, gradients: list[Any], variables: list[Any] | None
+) -> tuple[list[Any], list[Any] | None]:
+    """Gradients of all variables with which an optimizer of Keras 3 was built; None where a call has none.
+
+    Programs leave out variables without a gradient. On other ranks these may be different ones, and gradients
+    are paired by their positions.
+
+    Args:
+        optimizer: of Keras 3.
+        gradients: of the call.
+        variables: of the call; None: all.
+
+    Returns:
+        Gradients and variables; those of the call if it has all variables, or the optimizer was built with
+        others.
+    """
+    known = getattr(optimizer, "_trainable_variables", None)
+    if not variables or not known or len(variables) != len(gradients):
+        return gradients, variables
+    if len(variables) == len(known) and all(map(operator.is_, variables, known)):
+        return gradients, variables
+    key_of = optimizer._var_key
+    given = {key_of(variable): gradient for variable, gradient in zip(variables, gradients, strict=True)}
+    everything = [key_of(variable) for variable in known]
+    if len(given) < len(variables) or not given.keys() <= set(everything):
+        return gradients, variables
+    return list(map(given.get, everything)), list(known)
+
+
+def present(gradients: list[Any], variables: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The gradients that there are, and their variables; if there are none, all: Keras raises its own error."""
+    pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
+    return ([pair[0] for pair in pairs], [pair[1] for pair in pairs]) if pairs else (gradients, variables)
+
+
 def reduced_first(apply: Any, build: Callable[[Any, list[Any] | None], None]) -> Any:
     """Of ``LossScaleOptimizer.apply`` in Keras 3: reduce before it looks for overflow.
 
@@ -63,12 +109,15 @@ def reduced_first(apply: Any, build: Callable[[Any, list[Any] | None], None]) ->
         inner = self.inner_optimizer
         if not is_distributed(inner):
             return apply(self, grads, trainable_variables)
-        variables = None if trainable_variables is None else list(trainable_variables)
+        own = None if trainable_variables is None else list(trainable_variables)
+        grads, variables = with_all_variables(self, list(grads), own)
         build(self, variables)
 
         def apply_reduced(reduced: Any) -> Any:
             with inner.polyhvd_already_reduced():
-                return apply(self, reduced, variables)
+                if variables is own or variables is None:
+                    return apply(self, reduced, own)
+                return apply(self, *present(reduced, variables))
 
         known = getattr(self, "_trainable_variables", None) if variables is None else variables
         return inner.polyhvd_step(grads, known or None, apply_reduced, is_scaled=True)
