@@ -103,6 +103,12 @@ class Admission:
                     start()
         return refused
 
+    def abandon(self) -> list[HostAgent]:
+        """Start nothing more; returns the agents of the hosts that have not passed yet."""
+        waiting, self._waiting = list(self._waiting), {}
+        self._refused.update(waiting)
+        return waiting
+
     def endpoint(self, number: int, numbers: Set[int]) -> str:
         """Where ranks of a host meet those of the others; after commas, other endpoints, as hosts differ."""
         used = dict.fromkeys(self._endpoints[other] for other in sorted(numbers) if other in self._endpoints)

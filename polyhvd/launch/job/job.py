@@ -298,6 +298,18 @@ class Job:
             member, host, why = self._agentless.pop()
             self._exited(member, host, 1, why)
 
+    def _abandon_hosts(self, now: float) -> None:
+        """The job ends: do not wait for hosts that are still being reached or checked."""
+        for process in self._admission.abandon():
+            members = self._ranks.refuse(self._agents.number_of(process), [], now)
+            self._running -= members
+            for member in members:
+                self._output.retire(member)
+            if not process.ended:
+                (process.cut if process.ready else process.kill)()
+        while self._agentless:
+            self._running.discard(self._agentless.pop()[0])
+
     def end(self, reason: str, cause: Ending | None, status: int) -> None:
         """End the job, which has failed."""
         self._verdict.status = status if cause is None or status == RESUME_STATUS else 0
@@ -399,7 +411,9 @@ class Job:
                 process.ended = True  # what it has started may hold its output
                 self._agent_ended(process)
         if self._checks is self._admission:  # all that is placed was started
-            if not self._stopping.begun:
+            if self._stopping.begun:
+                self._abandon_hosts(now)
+            else:
                 self._admission.give_up(item for item in starting if now >= self._agents.start_by(item))
                 self._admit()
             self._ranks.turn(now)

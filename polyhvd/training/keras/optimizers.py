@@ -89,7 +89,7 @@ def with_all_variables(
 
 
 def present(gradients: list[Any], variables: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The gradients that there are, and their variables; if there are none, all: Keras raises its own error."""
+    """The gradients that there are, and their variables; if there are none, all, which Keras refuses."""
     pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
     return ([pair[0] for pair in pairs], [pair[1] for pair in pairs]) if pairs else (gradients, variables)
 
