@@ -396,8 +396,8 @@ def test_looks_get_rarer_the_longer_the_waiting(path: Path, monkeypatch: pytest.
 def test_gather_of_many_reads_each_value_twice_at_most_however_they_come(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(keyed, "_LOOK_LAST_S", 0.0)
     with join(path) as store:
-        store._look_last_s = 0.0
         reads: list[str] = []
         read = store._read
         monkeypatch.setattr(store, "_read", lambda key: reads.append(key) or read(key))
