@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from polyhvd.tensorflow import generations
 from polyhvd.tensorflow.errors import invalid
@@ -15,7 +16,7 @@ from polyhvd.tensorflow.native import library
 from polyhvd.tensorflow.ops import bits, number, run_op
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
-from polyhvd.collectives.adjoints import gradient_factor, rows_kept
+from polyhvd.collectives.adjoints import gradient_factor
 from polyhvd.runtime import current
 
 __all__ = []  # TensorFlow finds them by the names of ops
@@ -76,15 +77,32 @@ def _linear_reduction(op: Any) -> int:
     return reduction
 
 
-def _members(op: Any) -> list[int]:
-    """World ranks of the process set."""
-    found: list[int] = current.world().process_sets()[_attribute(op, "process_set")]
-    return found
+def _ranks_of(op: Any) -> tuple[Any, Any]:
+    """This rank, and the ranks of the process set, when the gradient runs: int32.
+
+    A function is not traced again when an elastic world changes.
+    """
+    process_set = _attribute(op, "process_set")
+
+    def read(*_: Any) -> Any:
+        world = current.find()
+        if world is None:  # the collective of the gradient reports it
+            return np.array([0, 0], np.int32)
+        return np.array([world.placement.rank, *world.process_sets().get(process_set, [0])], np.int32)
+
+    if tf.executing_eagerly() or not tf.compat.v1.executing_eagerly_outside_functions():
+        ranks = tf.constant(read())
+    else:
+        # The input prevents constant folding; without effects, tf.vectorized_map() runs it only once.
+        inputs = generations.of_operation(op, _tensors_of(op))
+        ranks = tf.numpy_function(read, inputs, tf.int32, stateful=not inputs)
+        ranks.set_shape([None])
+    return ranks[0], ranks[1:]
 
 
-def _factor(op: Any, kind: OpKind, reduction: int = ReduceOp.Sum) -> float:
+def _is_exact(op: Any) -> bool | None:
     exact = _attribute(op, "exact_gradient")
-    return gradient_factor(kind, len(_members(op)), None if exact < 0 else bool(exact), reduction)
+    return None if exact < 0 else bool(exact)
 
 
 def _in_their_places(values: tf.Tensor, counts: tf.Tensor, present: tf.Tensor, rows: Any) -> tf.Tensor:
@@ -108,7 +126,9 @@ def _in_their_places(values: tf.Tensor, counts: tf.Tensor, present: tf.Tensor, r
     return tf.cond(tf.equal(tf.shape(values)[0], rows), lambda: tf.identity(values), placed)
 
 
-def _sum(op: Any, tensors: Sequence[tf.Tensor], factor: float) -> list[tf.Tensor]:
+def _sum(op: Any, kind: OpKind, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The sum of the ranks' gradients, or what Horovod divides by the size: the average."""
+    is_sum = gradient_factor(kind, 2, _is_exact(op)) == 1.0
     return list(
         _run(
             library.polyhvd_allreduce,
@@ -116,9 +136,9 @@ def _sum(op: Any, tensors: Sequence[tf.Tensor], factor: float) -> list[tf.Tensor
             op,
             "grad",
             tensors=tensors,
-            reduce_op=int(ReduceOp.Sum),
+            reduce_op=int(ReduceOp.Sum if is_sum else ReduceOp.Average),
             prescale_bits=bits(1.0),
-            postscale_bits=bits(factor),
+            postscale_bits=bits(1.0),
         )
     )
 
@@ -148,35 +168,34 @@ def _reducescatter_gradient(op: Any, *gradients: Any) -> list[Any]:
     reduction, positions = _linear_reduction(op), _differentiable(op)
     if not positions:
         return [None] * len(op.inputs)
-    scale = number(_attribute(op, "prescale_bits")) * number(_attribute(op, "postscale_bits"))
-    scale *= _factor(op, OpKind.REDUCESCATTER, reduction)
-    members = _members(op)
+    rank, members = _ranks_of(op)
+    size = tf.size(members)
+    scale = tf.constant(
+        number(_attribute(op, "prescale_bits")) * number(_attribute(op, "postscale_bits")), tf.float64
+    )
+    factor = gradient_factor(OpKind.REDUCESCATTER, 2, _is_exact(op), reduction)
+    if factor > 1.0:
+        scale *= tf.cast(size, tf.float64)
+    elif factor < 1.0:
+        scale /= tf.cast(size, tf.float64)
     *gathered, ranks = _run(
         library.polyhvd_allgather,
         OpKind.ALLGATHER,
         op,
         "grad",
         # With the rank, since those that have joined are missing.
-        tensors=[*_dense(op, gradients, positions), tf.constant([current.world().placement.rank])],
+        tensors=[*_dense(op, gradients, positions), rank[None]],
         exact_gradient=_attribute(op, "exact_gradient"),
     )
-    present = tf.reduce_any(tf.equal(ranks[:, None], tf.constant(members)), axis=0)
+    present = tf.reduce_any(tf.equal(ranks[:, None], members), axis=0)
     results = []
     for i, value in zip(positions, gathered, strict=True):
         rows = tf.shape(op.inputs[i])[0]
-        counts = _rows_kept(rows, len(members))
-        result = _in_their_places(value, counts, present, rows) * tf.constant(scale, value.dtype)
+        counts = rows // size + tf.cast(tf.range(size) < rows % size, tf.int32)  # as of adjoints.rows_kept()
+        result = _in_their_places(value, counts, present, rows) * tf.cast(scale, value.dtype)
         result.set_shape(op.inputs[i].shape)
         results.append(result)
     return _at(positions, results, op)
-
-
-def _rows_kept(rows: tf.Tensor, size: int) -> tf.Tensor:
-    """:func:`polyhvd.collectives.adjoints.rows_kept` of a number that a graph will know."""
-    known = tf.get_static_value(rows)
-    if known is not None:
-        return tf.constant(rows_kept(int(known), size))
-    return rows // size + tf.cast(tf.range(size) < rows % size, tf.int32)
 
 
 @tf.RegisterGradient("PolyhvdBroadcast")
@@ -185,8 +204,9 @@ def _broadcast_gradient(op: Any, *gradients: Any) -> list[Any]:
     positions = _differentiable(op)
     if not positions:
         return [None] * len(op.inputs)
-    reduced = _sum(op, _dense(op, gradients, positions), _factor(op, OpKind.BROADCAST))
-    is_root = tf.constant(current.world().placement.rank == _attribute(op, "root_rank"))
+    reduced = _sum(op, OpKind.BROADCAST, _dense(op, gradients, positions))
+    rank, _ = _ranks_of(op)
+    is_root = tf.equal(rank, _attribute(op, "root_rank"))
     # Zeros that depend on the sum: its own gradient is a collective of every rank.
     own = [tf.where(is_root, gradient, tf.zeros_like(gradient)) for gradient in reduced]
     return _at(positions, own, op)
@@ -198,20 +218,22 @@ def _allgather_gradient(op: Any, *gradients: Any) -> list[Any]:
     positions = _differentiable(op)
     if not positions:
         return [None] * len(op.inputs)
-    own = _members(op).index(current.world().placement.rank)
+    rank, members = _ranks_of(op)
+    size = tf.size(members, tf.int64)
+    own = tf.reduce_sum(tf.where(tf.equal(members, rank), tf.range(size), 0))  # the position in the set
     rows = [tf.shape(op.inputs[i], out_type=tf.int64)[0] for i in positions]
     (table,) = _run(
         library.polyhvd_allgather,
         OpKind.ALLGATHER,
         op,
         "rows",
-        tensors=[tf.stack([[tf.constant(own, tf.int64), *rows]])],
+        tensors=[tf.stack([[own, *rows]])],
     )
-    sums = _sum(op, _dense(op, gradients, positions), _factor(op, OpKind.ALLGATHER))
+    sums = _sum(op, OpKind.ALLGATHER, _dense(op, gradients, positions))
     totals = tf.stack([tf.shape(op.outputs[i], out_type=tf.int64)[0] for i in positions])
     with tf.control_dependencies(sums):  # where this step fails now, no other rank waits for it
         table = tf.identity(table)
-    before = _rows_before(op, table, own, totals)
+    before = _rows_before(op, table, own, size, totals)
     results = []
     for k, reduced in enumerate(sums):
         mine = reduced[before[k] : before[k] + rows[k]]
@@ -220,15 +242,14 @@ def _allgather_gradient(op: Any, *gradients: Any) -> list[Any]:
     return _at(positions, results, op)
 
 
-def _rows_before(op: Any, table: tf.Tensor, own: int, totals: tf.Tensor) -> tf.Tensor:
+def _rows_before(op: Any, table: tf.Tensor, own: tf.Tensor, size: tf.Tensor, totals: tf.Tensor) -> tf.Tensor:
     """:func:`polyhvd.collectives.adjoints.rows_before` of a table that a graph will know."""
-    size = len(_members(op))
     positions, rows = table[:, 0], table[:, 1:]
     before = tf.reduce_sum(tf.where(table[:, :1] < own, rows, 0), axis=0)
 
     def without_joined() -> tf.Tensor:
         missing = totals - tf.reduce_sum(rows, axis=0)
-        members = tf.range(size, dtype=tf.int64)
+        members = tf.range(size)
         is_joined = tf.reduce_all(tf.not_equal(members[:, None], positions), axis=1)
         joined = tf.boolean_mask(members, is_joined)
         together = joined[-1] - joined[0] + 1 == tf.size(joined, tf.int64)
@@ -244,7 +265,9 @@ def _rows_before(op: Any, table: tf.Tensor, own: int, totals: tf.Tensor) -> tf.T
         with tf.control_dependencies([known]):
             return before + tf.where(joined[0] < own, missing, tf.zeros_like(missing))
 
-    return tf.cond(tf.equal(tf.shape(table)[0], size), lambda: tf.identity(before), without_joined)
+    return tf.cond(
+        tf.equal(tf.shape(table, out_type=tf.int64)[0], size), lambda: tf.identity(before), without_joined
+    )
 
 
 @tf.RegisterGradient("PolyhvdAlltoall")
@@ -262,7 +285,7 @@ def _alltoall_gradient(op: Any, gradient: Any, _: Any) -> list[Any]:
         splits=op.outputs[1],
         has_splits=1,
     )
-    rows, size = tf.shape(source)[0], len(_members(op))
+    rows, size = tf.shape(source)[0], tf.size(_ranks_of(op)[1])
     has_splits = _attribute(op, "has_splits")
     splits = tf.cast(op.inputs[1], tf.int32) if has_splits else tf.repeat(rows // size, size)
     returned = _in_their_places(returned, splits, received > 0, rows)

@@ -37,6 +37,8 @@ _LOG = logging.getLogger("polyhvd")
 
 #: A process that has waited so long for a place in the next world writes a checkpoint: the job may end.
 _WAITS_BEFORE_CHECKPOINT_S = 3.0
+#: Each rank waits so much longer than the one before it, which usually has written the same commit by then.
+_NEXT_WRITER_S, _NEXT_WRITER_S_MAX = 1.0, 60.0
 
 
 def train(
@@ -263,6 +265,7 @@ class Training(ObjectState):
         self._is_due = False  # whether the next commit is written to disk
         self._commit_is_due = False
         self._held = 0  # steps in a row with which no update was whole
+        self._last_rank = 0  # in the last world
         self._completed: int | None = None  # steps of this rank, whether committed or not, when one failed
         self.parts = LocalParts({**random_states(), **inner._local})
         ended, steps = inner._ended
@@ -392,6 +395,7 @@ class Training(ObjectState):
                     self._folder.claim()
         super().sync()
         self.parts.settle()
+        self._last_rank = self._rank()
         if self._completed is not None and self._rank() == 0 and (member := process.find()) is not None:
             again = max(0, self._completed - self.steps)
             repeats = f"; {again} completed step{'s are' if again != 1 else ' is'} repeated" if again else ""
@@ -404,7 +408,8 @@ class Training(ObjectState):
         if self._folder is None or self._commits < 0:
             yield
             return
-        timer = threading.Timer(_WAITS_BEFORE_CHECKPOINT_S, self._write_waiting)
+        later_s = min(_NEXT_WRITER_S * self._last_rank, _NEXT_WRITER_S_MAX)
+        timer = threading.Timer(_WAITS_BEFORE_CHECKPOINT_S + later_s, self._write_waiting)
         timer.daemon = True
         timer.start()
         try:

@@ -73,6 +73,46 @@ def test_averages_in_a_function_are_those_of_the_world_in_which_it_runs() -> Non
     assert [float(table[0, 0]), float(own)] == [-2.0, pytest.approx(-1.0 - 1.0 / SIZE)]
 
 
+@pytest.mark.parametrize("kind", ["allgather", "alltoall", "broadcast", "reducescatter"])
+def test_gradients_in_a_function_are_those_of_the_world_in_which_it_runs(kind: str) -> None:
+    def size() -> Any:
+        return tf.cast(hvd.size_op(), tf.float64)
+
+    collectives = {
+        "allgather": lambda x: hvd.allgather(x, name="x") * size(),
+        "alltoall": lambda x: hvd.alltoall(x, name="x"),
+        "broadcast": lambda x: hvd.broadcast(x, 0, name="x") * size(),
+        "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum, name="x") / size(),
+    }
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float64)])
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            result = collectives[kind](x)
+            factors = MINE * tf.cast(tf.range(1, tf.size(result) + 1), tf.float64)
+            loss = tf.reduce_sum(result * factors)
+        return tape.gradient(loss, x)
+
+    rows = [1.0, 2.0]
+    alone = [MINE * row for row in rows]
+    hvd.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POLYHVD_ALONE", "1")
+        hvd.init()
+        assert gradient(tf.ones([2], tf.float64)).numpy().tolist() == alone
+        hvd.shutdown()
+    hvd.init()
+    found = gradient(tf.ones([2 * SIZE], tf.float64)).numpy().tolist()
+    pieces = {
+        "allgather": [TOTAL * (2.0 * SIZE * RANK + row) for row in range(1, 2 * SIZE + 1)],
+        "alltoall": [(rank + 1.0) * (2 * RANK + row) for rank in range(SIZE) for row in rows],
+        "broadcast": [TOTAL * row * (RANK == 0) for row in range(1, 2 * SIZE + 1)],
+        "reducescatter": [(rank + 1.0) * row for rank in range(SIZE) for row in rows],
+    }
+    assert found == pieces[kind]
+
+
 def rewire() -> None:
     hvd.shutdown()
     hvd.init()
