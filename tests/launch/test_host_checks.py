@@ -30,6 +30,20 @@ GOOD = {
     "programs": [{"name": "python", "path": "/usr/bin/python", "is_python": "yes", "polyhvd": "1.0"}],
 }
 
+#: An elastic program that ends when another host is being checked.
+UNTIL_ASKED = """
+import pathlib, sys, time
+import polyhvd.numpy as hvd
+hvd.init()
+
+@hvd.elastic.run
+def train(state):
+    while not pathlib.Path(sys.argv[1], "asked").exists():
+        time.sleep(0.05)
+
+train(hvd.elastic.ArrayState())
+"""
+
 needs_sshd = pytest.mark.skipif(not sshd.available(), reason="needs openssh-server")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for mounts of its own")
 
@@ -267,6 +281,29 @@ def test_a_host_that_hangs_is_given_up_in_time(launcher: Launcher, ssh: list[str
     assert (
         len(re.findall(r"  no answer  its agent runs, but has not completed its checks within 6 s", err)) == 2
     )
+
+
+def test_an_elastic_job_ends_without_waiting_for_a_host_that_is_being_checked(
+    launcher: Launcher, ssh: list[str], tmp_path: Path
+) -> None:
+    python = Path(hanging(tmp_path))
+    python.write_text(
+        python.read_text().replace("\n", f'\n[ "$SSH_CONNECTION" ] || exec {sys.executable} "$@"\n', 1)
+    )
+    hosts = tmp_path / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.2:1\n")
+    hosts.chmod(0o755)
+    program = launcher.script(UNTIL_ASKED)
+    launcher.start(
+        *ssh, "-np", "1", "--min-np", "1", "--max-np", "2", "--host-discovery-script", str(hosts),
+        argv=[str(python), program, str(tmp_path)],
+    )  # fmt: skip
+    asked = wait_until_asked(tmp_path)
+    began = time.monotonic()
+    status, _, err = launcher.finish()
+    assert status == 0, err
+    assert time.monotonic() - began < 15, err
+    assert_gone([asked])
 
 
 def test_run_raises_the_table(ssh: list[str]) -> None:
