@@ -46,12 +46,16 @@ def files_of(folder: str) -> tuple[list[str], dict[str, bool]]:
         ) from error
     try:
         table: Any = deltalake.DeltaTable(os.path.abspath(folder))
-        features = table.protocol().reader_features or ()
+        features = list(table.protocol().reader_features or ())
         types = {field.name: getattr(field.type, "type", "") for field in table.schema().fields}
-        columns = {name: types[name] == "string" for name in table.metadata().partition_columns}
+        metadata = table.metadata()
+        columns = {name: types[name] == "string" for name in metadata.partition_columns}
         paths = pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()
     except Exception as error:  # deltalake's errors have no common class
         raise DataError(f"the Delta table {folder!r} cannot be read: {error}") from error
+    # Tables of reader version 2 can have it, but have no list of features.
+    if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
+        features.append("columnMapping")
     for feature in features:
         if feature in _REFUSED:
             raise DataError(

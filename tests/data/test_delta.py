@@ -80,6 +80,30 @@ def test_features_by_which_files_have_other_rows_are_refused_by_name(table: Path
         loader_of(table)
 
 
+@pytest.mark.parametrize("mode", ["name", "id", "none"])
+def test_column_mapping_is_refused_in_tables_that_do_not_list_their_features(table: Path, mode: str) -> None:
+    log = table / "_delta_log"
+    entries = map(json.loads, (log / f"{0:020}.json").read_text().splitlines())
+    metadata = next(entry["metaData"] for entry in entries if "metaData" in entry)
+    schema = json.loads(metadata["schemaString"])
+    for number, field in enumerate(schema["fields"], 1):
+        field["metadata"] = {
+            "delta.columnMapping.id": number,
+            "delta.columnMapping.physicalName": field["name"],
+        }
+    schema["fields"][0]["name"] = "y"  # as by RENAME COLUMN
+    if mode != "none":
+        metadata["schemaString"] = json.dumps(schema)
+    metadata["configuration"] = {"delta.columnMapping.mode": mode, "delta.columnMapping.maxColumnId": "2"}
+    entries = [{"protocol": {"minReaderVersion": 2, "minWriterVersion": 5}}, {"metaData": metadata}]
+    (log / f"{3:020}.json").write_text("\n".join(map(json.dumps, entries)))
+    if mode == "none":
+        assert x_of(loader_of(table)) == [2, 3, 5, 6]
+    else:
+        with pytest.raises(DataError, match=f"the Delta table '{table}' .*columnMapping"):
+            loader_of(table)
+
+
 def test_table_without_files_or_with_a_damaged_log_is_an_error(table: Path) -> None:
     deltalake.DeltaTable(table).delete()
     with pytest.raises(DataError, match=r"version 3 of the Delta table .* has no files"):
