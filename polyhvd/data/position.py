@@ -195,6 +195,10 @@ class Position:
         self._cursor = step.after
         self._used = True
 
+    def _undone(self) -> int:
+        """The number of steps that were handed out and are not done; 0 if the program advances no steps."""
+        return len(self._under_way) if self._used else 0
+
     def state_dict(self) -> dict[str, int]:
         """The position, as plain numbers that are the same on every rank.
 

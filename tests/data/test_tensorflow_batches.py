@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import polyhvd.tensorflow.keras as hvd_tf_keras
 import pyarrow as pa
 import pytest
 import tensorflow as tf
+from launching import DEADLINE_S  # tests/harness, on the path by tests/conftest.py
 from polyhvd.keras.data import Batches as KerasBatches
-from polyhvd.tensorflow.data import Batches
+from polyhvd.tensorflow.data import Batches, _Passes
 
 from polyhvd.data import ParquetLoader, write_parquet
 
@@ -129,6 +132,39 @@ def test_the_position_does_not_move_with_what_is_read_ahead(tmp_path: Path) -> N
         loader.advance()
     assert loader.cursor == cases.ROWS
     assert len(list(data)) == cases.STEPS, "the next epoch"
+
+
+def test_repeat_before_prefetch_is_an_error_instead_of_steps_that_come_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[Any] = []
+    second_has_begun = threading.Event()
+    read = _Passes.read
+
+    def watched(self: _Passes, number: Any) -> Any:
+        passes.extend([number] if number == 0 else [])
+        try:
+            return read(self, number)
+        finally:
+            if len(passes) == 2:
+                second_has_begun.set()
+
+    monkeypatch.setattr(_Passes, "read", watched)
+    loader = cases.make_loader("arrays", tmp_path)
+    data = Batches(loader, x="x", y="y").dataset().repeat().prefetch(cases.STEPS - 1)
+    seen = []
+
+    def train() -> None:
+        for _, y, _ in islice(data, 2 * cases.STEPS):
+            assert loader.cursor == 0 or second_has_begun.wait(DEADLINE_S)
+            seen.extend(y.numpy().tolist())
+            loader.advance()
+            if len(loader) == 0:
+                loader.set_epoch(loader.epoch + 1)
+
+    with pytest.raises(tf.errors.OpError, match=r"3 steps of the last one are not done: .*repeat\(\)"):
+        train()
+    assert cases.of_all_ranks(seen) == list(range(cases.ROWS))
 
 
 def test_a_dataset_of_another_world_is_refused(tmp_path: Path) -> None:

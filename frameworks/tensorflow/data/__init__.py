@@ -108,6 +108,7 @@ class _Passes:
         self._lock = threading.Lock()  # a pass that reads ahead may still be reading when the next one begins
         self._is_closed = False
         self._number = 0
+        self._has_ended = False  # the latest pass has read all steps that were left in its epoch
         self._loader: Loader = batches.loader
         self._pass: Iterator[Batch] = iter(())
 
@@ -118,8 +119,8 @@ class _Passes:
             number: of the pass, as returned with the element before; 0 begins one.
 
         Raises:
-            RuntimeError: another pass has begun, the position was changed, or epochs have other numbers of
-                steps now; and whatever loading raises.
+            RuntimeError: another pass has begun, or begins before the steps of the last one are done; the
+                position was changed, or epochs have other numbers of steps now; and whatever loading raises.
         """
         with self._lock:
             if self._is_closed:
@@ -131,11 +132,19 @@ class _Passes:
                         f"an epoch has {steps} steps with this number of ranks, and had {self._steps} when "
                         "the dataset was made: call Batches.dataset() again"
                     )
+                if self._has_ended and (undone := self._loader._undone()):
+                    raise RuntimeError(
+                        f"a pass through the dataset begins, but {undone} steps of the last one are not "
+                        "done: repeat() before prefetch() would read them twice. Omit repeat(), since fit() "
+                        "begins each epoch itself; to begin a pass after leaving one, call "
+                        "Batches.dataset() again"
+                    )
                 self._pass = self._loader._read_ahead()
                 self._number += 1
             elif number != self._number:
                 raise RuntimeError("another pass through the dataset has begun; make one loader for each")
             batch = next(self._pass, None)
+            self._has_ended = batch is None
             if number == 0:
                 # Before the loader's own end, since that would be an error here, and more would be read.
                 _open.add(self)
