@@ -17,7 +17,8 @@ MODES = ("L", "RGB", "RGBA")
 _FORMATS = ("JPEG", "PNG")
 #: Of images that are in none of these: grey of two colours and with transparency, and palettes.
 _NEAREST = {"1": "L", "LA": "RGBA", "PA": "RGBA", "La": "RGBA", "RGBa": "RGBA"}
-_UNCHANGED = (*MODES, "I;16", "I")  # the last two are grey of 16 bits
+_SIXTEEN_BITS = ("I;16", "I")  # grey; "I" in older versions of Pillow
+_UNCHANGED = (*MODES, *_SIXTEEN_BITS)
 
 
 class ImageError(ValueError):
@@ -50,6 +51,9 @@ def _decoded(data: bytes, mode: str | None) -> npt.NDArray[Any]:
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             wanted = mode or _suitable(image)
+            if image.mode != wanted and image.mode in _SIXTEEN_BITS:  # Pillow would clip values at 255
+                high_bytes = (np.asarray(image) >> 8).astype(np.uint8)
+                return np.asarray(Image.fromarray(high_bytes).convert(wanted))
             return np.asarray(image if image.mode == wanted else image.convert(wanted))
     except UnidentifiedImageError:
         raise ImageError(f"{len(data)} bytes are neither JPEG nor PNG") from None

@@ -85,6 +85,16 @@ def test_images_are_converted_to_a_mode(tmp_path: Path) -> None:
     assert all_rows(images, tmp_path, decode={"x": "L"}).shape == (3, 6, 5)
 
 
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+def test_images_of_16_bits_are_converted_by_their_high_bytes(tmp_path: Path, mode: str) -> None:
+    data = encoded(np.array([[100, 1000, 32768, 65535]], np.uint16))
+    found = all_rows([data], tmp_path, decode={"x": mode}).reshape(4, -1)
+    assert found.dtype == np.uint8
+    assert found[:, 0].tolist() == [0, 3, 128, 255]
+    assert (found[:, :3] == found[:, :1]).all()
+    assert (found[:, 3:] == 255).all()
+
+
 def test_function_can_decode_bytes(tmp_path: Path) -> None:
     found = all_rows([b"ab", b"cd"], tmp_path, decode={"x": lambda data: np.frombuffer(data, np.uint8)})
     assert found.tolist() == [[97, 98], [99, 100]]
