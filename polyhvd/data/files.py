@@ -376,7 +376,7 @@ class ParquetFiles:
         schema = footer.schema
         for place, field in enumerate(footer.schema):
             if field.name in footer.int96:
-                schema = schema.set(place, field.with_type(pa.timestamp(int96_unit, field.type.tz)))
+                schema = schema.set(place, field.with_type(_with_unit(field.type, int96_unit)))
         known = pyarrow.compute.scalar(True)
         for name, values in self._partitions.items():
             schema = schema.append(pa.field(name, values.type))
@@ -547,6 +547,21 @@ def _have_one_form(first: Any, other: Any) -> bool:
         return Column(other).form == form
     except ValueError:
         return False
+
+
+def _with_unit(type_: Any, unit: str) -> Any:
+    """The type with another unit of its timestamps, which may be in lists."""
+    import pyarrow as pa
+
+    if pa.types.is_timestamp(type_):
+        return pa.timestamp(unit, type_.tz)
+    is_fixed, is_large = pa.types.is_fixed_size_list(type_), pa.types.is_large_list(type_)
+    if not (is_fixed or is_large or pa.types.is_list(type_)):
+        return type_
+    value = type_.value_field.with_type(_with_unit(type_.value_type, unit))
+    if is_fixed:
+        return pa.list_(value, type_.list_size)
+    return pa.large_list(value) if is_large else pa.list_(value)
 
 
 def _changed(file: StoredFile) -> DataError:

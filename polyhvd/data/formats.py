@@ -64,7 +64,7 @@ class Footer:
 
     @cached_property
     def int96(self) -> set[str]:
-        """The columns of timestamps that are stored as INT96, as by Spark, whose years are not limited."""
+        """The columns of timestamps, or lists of them, that are stored as INT96, as by Spark: of any year."""
         return set()
 
     def column_bytes(self, value_bytes: Mapping[str, int]) -> int:
@@ -111,8 +111,10 @@ class _ParquetFooter(Footer):
 
     @cached_property
     def int96(self) -> set[str]:
+        names = set(self.schema.names)
         columns = map(self.detail.schema.column, range(self.detail.num_columns))
-        return {column.path for column in columns if column.physical_type == "INT96"}
+        owners = {_owner(column.path, names) for column in columns if column.physical_type == "INT96"}
+        return {owner for owner in owners if owner is not None}
 
     def column_bytes(self, value_bytes: Mapping[str, int]) -> int:
         paths = [self.detail.schema.column(number).path for number in range(self.detail.num_columns)]

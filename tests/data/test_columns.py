@@ -294,6 +294,30 @@ def test_timestamps_of_int96_that_do_not_fit_into_nanoseconds_are_an_error(tmp_p
     assert batch["n"].tolist() == [0, 1]
 
 
+_LISTS_OF_TIMES = [pa.list_, pa.large_list, lambda type_: pa.list_(type_, 1)]
+
+
+@pytest.mark.parametrize("list_type", _LISTS_OF_TIMES, ids=["list", "large", "fixed"])
+@pytest.mark.parametrize("name", ["x", "x.y"])
+def test_timestamps_of_int96_in_lists_are_checked_like_others(
+    tmp_path: Path, list_type: Any, name: str
+) -> None:
+    times = pa.array([[datetime(2024, 5, 6)], [datetime(9999, 12, 31)]], list_type(pa.timestamp("us")))
+    table = pa.table({name: times, "n": [0, 1]})
+    path = tmp_path / "x.parquet"
+    parquet.write_table(table, path, use_deprecated_int96_timestamps=True, row_group_size=1)
+    options: dict[str, Any] = {"batch_size": 1, "placement": lambda: (0, 1), "shuffle": False, "pad": {}}
+    if not pa.types.is_fixed_size_list(times.type):
+        options["pad"] = {name: None}
+    refused = rf"row group 1, column '{name}' has timestamps before 1677 or after 2262, stored as INT96"
+    for chosen in (None, pc.field("n") >= 0):
+        with pytest.raises(DataError, match=refused):
+            list(ParquetLoader(path, columns=[name], filter=chosen, **options))
+    for columns in (None, [name]):
+        (batch,) = ParquetLoader(path, columns=columns, filter=pc.field("n") == 0, **options)
+        assert batch[name][0].tolist() == [1_714_953_600_000_000_000]
+
+
 def test_null_in_a_dictionary_is_named_or_filled(tmp_path: Path) -> None:
     values = pa.array(["a", "b", None]).dictionary_encode()
     with pytest.raises(DataError, match="has 1 null in row 2"):
