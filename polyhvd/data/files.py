@@ -287,6 +287,7 @@ class ParquetFiles:
             names = first.names
             if not names:
                 raise DataError(f"{self.files[0]} has no columns; remove it, or do not name it as a source")
+            self._require_no_more_than(set(names))
         if not isinstance(names, str):
             names = list(names)
         if isinstance(names, str) or not names:
@@ -309,6 +310,15 @@ class ParquetFiles:
                         f"{described(wanted)} in {self.files[0]}; all files need the same types"
                     )
         return pa.schema([first.field(name) for name in names])
+
+    def _require_no_more_than(self, names: set[str]) -> None:
+        """Raise DataError if a file has a column that the first one, which has these, does not have."""
+        for path, footer in zip(self.files, self._footers, strict=True):
+            if more := [name for name in footer.schema.names if name not in names]:
+                raise DataError(
+                    f"{path} has the column {more[0]!r}, which {self.files[0]} does not have; name the "
+                    "columns to load with columns="
+                )
 
     def _groups_of(self, file: int) -> list[Group]:
         groups = []

@@ -901,6 +901,10 @@ def test_column_that_cannot_be_an_array_is_refused(tmp_path: Path, type_: Any) -
             "int.parquet: column 'x' has the type .* 'dtype': 'int32'}, but .* 'dtype': 'float32'} in float",
         ),
         (["0000.parquet", "lacks.parquet"], "lacks.parquet has no single column 'name'; its columns are x"),
+        (
+            ["lacks.parquet", "0000.parquet"],
+            "0000.parquet has the column 'name', which lacks.parquet does not have; name the columns to load",
+        ),
     ],
 )
 def test_bad_files_are_named(
