@@ -129,10 +129,10 @@ def _array(name: Any, values: Any) -> Any:
         if nulls := 0 if is_numpy else int(np.count_nonzero(values.isna())):
             raise _nulls(name, f"{nulls} null{'s' * (nulls > 1)}")
         return array
+    if _is_arrow(values) and not hasattr(values, "columns"):  # a Series, and not a DataFrame
+        return _of_arrow({str(name): values})[str(name)]
     if hasattr(values, "shape"):
         return values
-    if _is_arrow(values):
-        return _of_arrow({str(name): values})[str(name)]
     return array_of(f"column {name!r} of arrays", values)
 
 
@@ -149,6 +149,11 @@ def _of_arrow(data: Any) -> dict[str, Any]:
     require_pyarrow("ArrayLoader of a table")
     import pyarrow as pa
 
+    if isinstance(data, dict):  # pa.table() iterates over the values of a Series, which loses their types
+        data = {
+            name: pa.chunked_array(values) if hasattr(values, "__arrow_c_stream__") else values
+            for name, values in data.items()
+        }
     table = pa.table(data)
     arrays = {}
     for field, column in zip(table.schema, table.columns, strict=True):

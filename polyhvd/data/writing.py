@@ -194,13 +194,13 @@ def _table(part: Any, *, as_bytes: bool) -> Any:
 
 
 def _with_nulls(values: Any) -> Any:
-    """Return integers of other libraries, such as Polars, as Arrow data: NumPy has no nulls for them."""
+    """Return numbers of other libraries, such as Polars, as Arrow data: NumPy has no nulls for them."""
     import pyarrow as pa
 
     if not hasattr(values, "__arrow_c_stream__") or is_pandas(values):
         return values
     column = pa.chunked_array(values)
-    return column if pa.types.is_integer(column.type) else values
+    return column if pa.types.is_integer(column.type) or pa.types.is_floating(column.type) else values
 
 
 def _groups(tables: Iterable[Any], rows_per_group: int | None) -> Iterator[Any]:

@@ -354,14 +354,37 @@ def test_rows_of_pandas_are_those_at_a_position_and_not_those_of_a_label() -> No
         ArrayLoader([np.arange(2), pd.Series([1, None], dtype="Int64")], 1)
 
 
+class Series:
+    """A column as those of Polars offer themselves: NumPy gets floats in place of integers and nulls."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.shape = (len(array),)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, indices: Any) -> Series:
+        return Series(self._array.take(indices))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self._array.to_numpy()
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return self._array.__arrow_c_stream__(requested_schema)
+
+
 def test_arrays_of_arrow_become_arrays() -> None:
     pa = pytest.importorskip("pyarrow")
     large = [2**60 + 1, 5]
-    for array in (pa.array(large), pa.chunked_array([large])):
+    for array in (pa.array(large), pa.chunked_array([large]), Series(pa.chunked_array([large]))):
         (batch,) = ArrayLoader({"x": array}, 2, shuffle=False, placement=lambda: (0, 1))
+        assert isinstance(batch["x"], np.ndarray)
         assert batch["x"].tolist() == large
-    with pytest.raises(ValueError, match="column '0' of arrays has 1 null in row 1;"):
-        ArrayLoader([pa.array([2**60 + 1, None])], 1)
+    nulls = pa.chunked_array([[2**60 + 1, None]])
+    for array in (nulls.chunk(0), nulls, Series(nulls)):
+        with pytest.raises(ValueError, match="column '0' of arrays has 1 null in row 1;"):
+            ArrayLoader([array], 1)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -90,20 +90,24 @@ def test_arrays_tables_frames_and_their_iterables_are_data(tmp_path: Path, data:
 class Series:
     """A column as those of Polars offer themselves: NumPy gets floats in place of integers and nulls."""
 
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
-        return LARGE.__arrow_c_stream__(requested_schema)
+        return self._array.__arrow_c_stream__(requested_schema)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        return LARGE.to_numpy()
+        return self._array.to_numpy()
 
 
-LARGE = pa.chunked_array([[2**60 + 1, None], [7]])
-
-
-@pytest.mark.parametrize("column", [LARGE, Series()], ids=["arrow", "other"])
-def test_integers_of_arrow_keep_their_values_and_nulls(tmp_path: Path, column: Any) -> None:
+@pytest.mark.parametrize("values", [[2**60 + 1, None, 7], [1.5, None, 7.0]], ids=["integers", "floats"])
+@pytest.mark.parametrize("column_type", [pa.chunked_array, Series], ids=["arrow", "other"])
+def test_numbers_of_arrow_keep_their_values_and_nulls(
+    tmp_path: Path, column_type: Any, values: list[Any]
+) -> None:
+    column = column_type(pa.chunked_array([values[:2], values[2:]]))
     write_parquet({"x": column, "y": [1, 2, 3]}, tmp_path / "x.parquet", rows_per_group=2)
-    assert parquet.read_table(tmp_path / "x.parquet")["x"].to_pylist() == [2**60 + 1, None, 7]
+    assert parquet.read_table(tmp_path / "x.parquet")["x"].to_pylist() == values
     assert group_sizes(tmp_path / "x.parquet") == [2, 1]
 
 
