@@ -272,7 +272,7 @@ class Column:
             missing = None if missing is None else missing.repeat(size)
             array = array.values.slice(array.offset * size, len(array) * size)
         if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
+            array = _dictionary_decoded(array)
         missing = self._missing(array, missing, rows)
         if self._bytes_dtype is not None:
             values = self._of_bytes(array)
@@ -384,6 +384,17 @@ def array_of(named: str, values: Any) -> npt.NDArray[Any]:
                     "NumPy selects float64; pass an array whose dtype suits all of them, such as np.uint64"
                 )
     return array
+
+
+def _dictionary_decoded(array: Any) -> Any:
+    import pyarrow as pa
+
+    type_ = array.dictionary.type
+    if not (pa.types.is_string_view(type_) or pa.types.is_binary_view(type_)):
+        return array.dictionary_decode()
+    # Arrow selects no entries of views.
+    plain = pa.large_string() if pa.types.is_string_view(type_) else pa.large_binary()
+    return pa.DictionaryArray.from_arrays(array.indices, array.dictionary.cast(plain)).dictionary_decode()
 
 
 def _integers_in(values: Iterable[Any]) -> Iterator[Any]:

@@ -358,6 +358,16 @@ def test_null_in_views_is_filled(type_: pa.DataType, fill: Any) -> None:
     assert Column(pa.field("x", type_), fill).decode(column).tolist() == [fill] * 3
 
 
+@pytest.mark.parametrize(("type_", "text"), [(pa.string_view(), "abc"), (pa.binary_view(), b"abc")])
+@pytest.mark.parametrize("fill", [False, True])
+def test_dictionaries_of_views_become_arrays(type_: pa.DataType, text: Any, fill: bool) -> None:
+    words = [text, text[:1], text[1:]]
+    indices = pa.array([0, 2, None if fill else 1, 0])
+    values = pa.DictionaryArray.from_arrays(indices, pa.array(words, type_))
+    column = Column(pa.field("x", values.type), text[:1] if fill else None)
+    assert column.decode(pa.chunked_array([values.slice(1)])).tolist() == [words[2], words[1], words[0]]
+
+
 @pytest.mark.parametrize("in_lists", [False, True])
 def test_strings_of_other_encodings_are_errors_of_their_file_which_can_be_left_out(
     tmp_path: Path, in_lists: bool
