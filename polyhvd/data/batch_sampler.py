@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sized
 
 from polyhvd.data.agreement import Agreement
@@ -9,6 +10,8 @@ from polyhvd.data.order import Order, Step
 from polyhvd.data.position import Place, Position
 
 __all__ = ["DistributedBatchSampler"]
+
+_LOG = logging.getLogger("polyhvd")
 
 
 class DistributedBatchSampler(Position):
@@ -44,6 +47,9 @@ class DistributedBatchSampler(Position):
             sampler.advance()
     """
 
+    _weight_uses = 0  # in the latest pass, with a step under way
+    _has_warned_of_weight = False
+
     def __init__(
         self,
         data: Sized | int,
@@ -72,10 +78,12 @@ class DistributedBatchSampler(Position):
         """The factor of the loss of the current step, so that the average over ranks is the mean
         over rows.
 
-        It is 1.0 in steps in which all ranks have as many rows, and outside steps.
+        It is 1.0 in steps in which all ranks have as many rows, and outside steps. The current step is the
+        oldest one for which :meth:`advance` was not called; a warning is logged if it is not called at all.
         """
         if not self._under_way:
             return 1.0
+        self._weight_uses += 1
         step, place = self._under_way[0]
         return step.weight(place.rank)
 
@@ -107,8 +115,25 @@ class DistributedBatchSampler(Position):
         return self._sampled(self._begin())
 
     def _sampled(self, own: int) -> Iterator[list[int]]:
+        first = self._cursor
+        self._weight_uses = 0
         yield from self._go_ahead(own, self._indices)
         self._require_agreement()
+        if (self._iteration, self._cursor) == (own, first):
+            self._report_stale_weight()
+
+    def _report_stale_weight(self) -> None:
+        """Warn once if the weight of the first step was used in other steps of a pass that differ from it."""
+        weights = {step.weight(place.rank) for step, place in self._under_way}
+        # One use can be in the first step, if a data loader reads ahead to the end.
+        if self._weight_uses < 2 or len(weights) < 2 or self._has_warned_of_weight:
+            return
+        self._has_warned_of_weight = True
+        _LOG.warning(
+            "%s: weight was used in several steps, but was always that of the first one, since advance() was "
+            "not called; call sampler.advance() after each step",
+            self._agreement.label if self._agreement is not None else type(self).__name__,
+        )
 
     def _indices(self, step: Step, place: Place) -> list[int]:
         self._require_agreement()

@@ -75,6 +75,34 @@ def test_every_row_is_used_once_whatever_was_read_ahead(
     assert used == Counter(range(rows))
 
 
+@pytest.mark.parametrize(
+    ("rows", "uses_weight", "advances", "is_reported"),
+    [(9, True, False, True), (9, True, True, False), (9, False, False, False), (8, True, False, False)],
+    ids=["stale", "advanced", "unused", "equal"],
+)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_weights_that_are_not_those_of_their_steps_are_reported_once(
+    ahead: int,
+    rows: int,
+    uses_weight: bool,
+    advances: bool,
+    is_reported: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sampler = DistributedBatchSampler(rows, 2, last="short", placement=lambda: (1, 2))
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        loader = Ahead(sampler, ahead)
+        while next(loader) is not None:
+            if uses_weight:
+                assert sampler.weight in (0.0, 1.0)
+            if advances:
+                sampler.advance()
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == is_reported
+    assert all("call sampler.advance() after each step" in text for text in texts)
+
+
 def test_what_was_read_ahead_for_another_world_is_an_error() -> None:
     placed = Placed(0, 2)
     sampler = DistributedBatchSampler(100, 5, placement=placed)
