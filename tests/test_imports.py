@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,12 @@ import pytest
 from polyhvd.installed import modules_with
 
 ROOT = Path(__file__).resolve().parents[1]
+(JAX,) = re.findall(r'^jax = \["(.*)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 FRAMEWORKS = {
     "torch": ("PyTorch", "pip install torch"),
     "tensorflow": ("TensorFlow", "pip install tensorflow"),
     "mxnet": ("MXNet 1.9.1", "pip install mxnet==1.9.1 'numpy<2'"),
-    "jax": ("JAX", "pip install 'jax>=0.6.2,<0.11'"),
+    "jax": ("JAX", f"pip install '{JAX}'"),
     "cupy": ("CuPy", "pip install cupy-cuda12x"),
     "keras": ("Keras 3", "pip install keras tensorflow"),
     "lightning": ("Lightning 2", "pip install lightning"),

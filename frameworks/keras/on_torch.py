@@ -24,7 +24,7 @@ from polyhvd.data.loader import Loader
 from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 from polyhvd.training.keras import callbacks as keras_callbacks
-from polyhvd.training.naming import ORDER_ADVICE, require_same_order
+from polyhvd.training.naming import NUMBER_ADVICE, ORDER_ADVICE, require_same_order
 from polyhvd.training.options import Options
 
 __all__ = [
@@ -188,7 +188,8 @@ def broadcast_variables(
         "broadcast_variables",
     )
     with world.line(call, number):
-        require_same_order(world, number, call, [variable.path for variable in variables], ORDER_ADVICE)
+        paths = [variable.path for variable in variables]
+        require_same_order(world, number, call, paths, ORDER_ADVICE, advice_on_number=NUMBER_ADVICE)
         hvd.broadcast_parameters(values, root_rank, process_set)
 
 

@@ -16,7 +16,7 @@ from polyhvd.collectives import objects
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.runtime import current
-from polyhvd.training.naming import ORDER_ADVICE, require_same_order
+from polyhvd.training.naming import NUMBER_ADVICE, ORDER_ADVICE, require_same_order
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
@@ -54,13 +54,16 @@ def broadcast_(
         hvd.broadcast_(model.variables, root_rank=0)
     """
     variables = list(variables)
-    if not variables:
+    is_compared = tf.executing_eagerly() and process_set.process_set_id is not None
+    if not variables and not is_compared:
         return []
     sent = [tf.convert_to_tensor(variable) for variable in variables]
     label = name or "broadcast_variables"
     with nullcontext() if name else current.world().line(label, process_set.process_set_id or 0):
-        if tf.executing_eagerly() and process_set.process_set_id is not None:
+        if is_compared:  # also of a rank that has no variables, as others may have some
             _require_same_order(variables, label, process_set)
+        if not variables:
+            return []
         received = ops.broadcast(sent, root_rank, name=label, process_set=process_set)
     assigned = [variable.assign(value) for variable, value in zip(variables, received, strict=True)]
     return variables if tf.executing_eagerly() else assigned
@@ -70,7 +73,15 @@ def _require_same_order(variables: Sequence[Any], label: str, process_set: Proce
     names = [str(getattr(variable, "path", None) or variable.name) for variable in variables]
     world, number = process_set.world or current.world(), process_set_id(process_set)
     with as_tensorflow():
-        require_same_order(world, number, "broadcast_variables", names, ORDER_ADVICE, label)
+        require_same_order(
+            world,
+            number,
+            "broadcast_variables",
+            names,
+            ORDER_ADVICE,
+            label,
+            advice_on_number=NUMBER_ADVICE,
+        )
 
 
 @do_not_convert

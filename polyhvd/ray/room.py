@@ -54,6 +54,8 @@ class RayHostDiscovery:
         use_gpu: whether a rank needs GPUs.
         cpus_per_worker: CPUs of a rank.
         gpus_per_worker: GPUs of a rank.
+        cpus_per_slot: another name of ``cpus_per_worker``, as in ``horovod.ray.elastic``.
+        gpus_per_slot: another name of ``gpus_per_worker``.
 
     Example::
 
@@ -61,10 +63,18 @@ class RayHostDiscovery:
     """
 
     def __init__(
-        self, use_gpu: bool = False, cpus_per_worker: float = 1, gpus_per_worker: float | None = 1
+        self,
+        use_gpu: bool = False,
+        cpus_per_worker: float = 1,
+        gpus_per_worker: float | None = 1,
+        *,
+        cpus_per_slot: float | None = None,
+        gpus_per_slot: float | None = None,
     ) -> None:
-        gpus = (1 if gpus_per_worker is None else gpus_per_worker) if use_gpu else 0
-        self._needed = {name: n for name, n in (("CPU", cpus_per_worker), ("GPU", gpus)) if n}
+        cpus = cpus_per_worker if cpus_per_slot is None else cpus_per_slot
+        wanted = gpus_per_worker if gpus_per_slot is None else gpus_per_slot
+        gpus = (1 if wanted is None else wanted) if use_gpu else 0
+        self._needed = {name: n for name, n in (("CPU", cpus), ("GPU", gpus)) if n}
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """The number of ranks that each node can have, by the node's id; without nodes that can have none."""

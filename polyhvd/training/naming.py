@@ -18,6 +18,7 @@ from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 
 __all__ = [
+    "NUMBER_ADVICE",
     "ORDER_ADVICE",
     "digest",
     "gather_by_name",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 #: What to do about :func:`require_same_order`'s error.
+NUMBER_ADVICE = "build the model and the optimizer on every rank before"
 ORDER_ADVICE = "pass them in the same order on every rank, such as that of model.variables"
 
 _NAMES_SHOWN, _GROUPS_SHOWN, _RANKS_SHOWN = 5, 4, 8
@@ -83,7 +85,14 @@ def refuse_other_names(
 
 
 def require_same_order(
-    world: World, number: int, call: str, names: Iterable[str], advice: str = "", label: str = ""
+    world: World,
+    number: int,
+    call: str,
+    names: Iterable[str],
+    advice: str = "",
+    label: str = "",
+    *,
+    advice_on_number: str = "",
 ) -> None:
     """Return unless ranks have passed the same names in different orders.
 
@@ -97,17 +106,27 @@ def require_same_order(
         names: of this rank.
         advice: as of :func:`require_same_names`.
         label: likewise.
+        advice_on_number: what to do if ranks have passed other numbers of names, which is an error then;
+            empty: it is not.
 
     Raises:
-        RankMismatchError: the orders differ; on every rank, with the first position that does.
+        RankMismatchError: the orders differ, or the numbers; on every rank, with the first position.
     """
     if world.engine.behind:
         return  # no other rank makes this call
     own, label = numbered(names), label or call
     in_order = digest(f"{position:09} {name}" for position, name in enumerate(own))
-    sent = gather_objects(world, number, (in_order, digest(own)), f"{label}.digests")
-    orders, sets = map(set, zip(*sent, strict=True))
-    if len(orders) == 1 or len(sets) > 1:
+    mine = (in_order, digest(own), (len(own), world.placement.rank))
+    orders, sets, counts = zip(*gather_objects(world, number, mine, f"{label}.digests"), strict=True)
+    if advice_on_number and len(dict(counts)) > 1:
+        ranks_of: dict[int, list[int]] = {}
+        for count, rank in counts:
+            ranks_of.setdefault(count, []).append(rank)
+        numbers = [f"{_having(ranks)} {count}" for count, ranks in list(ranks_of.items())[:_GROUPS_SHOWN]]
+        raise RankMismatchError(
+            f"{call}: the ranks have different numbers of variables: {'; '.join(numbers)}; {advice_on_number}"
+        )
+    if len(set(orders)) == 1 or len(set(sets)) > 1:
         return
     by_rank = dict(gather_objects(world, number, (world.placement.rank, own), f"{label}.names"))
     position, found = next(
@@ -189,9 +208,12 @@ def _difference(by_rank: Mapping[int, Iterable[str]]) -> str:
 
 
 def _group(ranks: list[int], names: tuple[str, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
-    subject = f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
     if not names:
-        return f"{subject} no others"
+        return f"{_having(ranks)} no others"
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return f"{subject} {', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"
+    return f"{_having(ranks)} {', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"
+
+
+def _having(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import time
 from collections.abc import Iterator, Set
 
@@ -25,6 +27,7 @@ from polyhvd.launch.elastic.driven import Elastic
 from polyhvd.launch.elastic.driver import Driver
 from polyhvd.launch.hosts.lists import Host
 from polyhvd.launch.job.blame import Ending
+from polyhvd.launch.job.control import Request
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.server import Server
@@ -189,6 +192,16 @@ def test_key_errors_of_the_membership_are_raised_by_the_driver(job: Job, event: 
     setattr(job.driver._membership, event, mistaken)
     with pytest.raises(KeyError, match="a mistake"):
         all_events()
+
+
+@pytest.mark.parametrize("key", ["processes", "ranks"])
+def test_request_to_leave_that_has_an_infinity_is_refused(job: Job, key: str) -> None:
+    job.come()
+    content = {"hosts": [], "processes": [], "ranks": [], key: json.loads("[Infinity]")}
+    client, launcher = socket.socketpair()
+    with client, launcher:
+        job.driver.obey(Request(content, launcher), 0.0)
+        assert "no such host or process" in json.loads(client.recv(4096))["error"]
 
 
 def things(value: object, seen: set[int]) -> int:

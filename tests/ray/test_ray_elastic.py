@@ -994,6 +994,9 @@ def test_discovery_counts_ranks_by_node() -> None:
     assert found == {node["NodeID"]: 3 for node in alive()}
     assert list(RayHostDiscovery(cpus_per_worker=0.1).find_available_hosts_and_slots().values()) == [60, 60]
     assert list(RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots().values()) == [2]
+    assert RayHostDiscovery(cpus_per_slot=2).find_available_hosts_and_slots() == found
+    of_two = RayHostDiscovery(use_gpu=True, gpus_per_slot=2)
+    assert list(of_two.find_available_hosts_and_slots().values()) == [1]
 
 
 @pytest.mark.parametrize(

@@ -512,6 +512,16 @@ def test_variables_in_another_order_on_one_rank_are_refused() -> None:
         equal(kernel, values)
 
 
+@pytest.mark.parametrize("few", [0, 1])
+def test_another_number_of_variables_on_one_rank_is_refused(few: int) -> None:
+    variables = [tf.Variable(tf.ones([2])) for _ in range(few if RANK == 1 else 2)]
+    error = raises(tf.errors.FailedPreconditionError, hvd.broadcast_variables, variables, 0)
+    assert "broadcast_variables: the ranks have different numbers of variables: rank" in error
+    assert f"rank 1 has {few}" in error
+    assert hvd.broadcast_([], 0) == []
+    equal(hvd.allreduce(tf.ones([1])), [1.0])
+
+
 def test_variables_of_layers_that_keras_has_numbered_otherwise_are_paired_by_position() -> None:
     if RANK == 1:
         tf.keras.layers.Dense(1)

@@ -360,6 +360,8 @@ def values_and_refusals() -> None:
     with raises(RankMismatchError, "different orders: at position 0, "):
         hvd.broadcast_variables(others if rank != 1 else others[::-1], 0)
     assert [float(other.numpy()) for other in others] == [rank, rank]
+    with raises(RankMismatchError, "different numbers of variables: rank"):
+        hvd.broadcast_variables([] if rank == 1 else others, 0)
     with raises(RuntimeError, "broadcast_variables"):
         hvd.broadcast_global_variables(0)
     refused: list[tuple[dict[str, Any], str]] = [

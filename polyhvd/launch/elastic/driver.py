@@ -348,10 +348,11 @@ class Driver:
         try:
             hosts = [str(host) for host in request.content["hosts"]]
             members = {int(number) for number in request.content["processes"]}
-            ranks, wanted = self._membership.ranks, [int(rank) for rank in request.content["ranks"]]
-            members |= {ranks[rank] if 0 <= rank < len(ranks) else -1 for rank in wanted}
-        except (KeyError, TypeError, ValueError):
+            wanted = [int(rank) for rank in request.content["ranks"]]
+        except (KeyError, TypeError, ValueError, OverflowError):  # JSON has infinities
             hosts, members, wanted = [], set(), []
+        ranks = self._membership.ranks
+        members |= {ranks[rank] if 0 <= rank < len(ranks) else -1 for rank in wanted}
         unknown = [host for host in hosts if host not in self._hosts]
         staying = self._membership.staying
         if unknown or not members <= staying or not (hosts or members):

@@ -225,6 +225,13 @@ ESTIMATORS = (
         frameworks=("torch", "lightning"),
         ignored={"lightning": "its `training_step` is called"},
     ),
+    Parameter(
+        "tensorflow_dataset_prefetch_buffer_size",
+        "",
+        None,
+        _INT,
+        ignored=_none("loaders read ahead by themselves"),
+    ),
     Parameter("custom_objects", "classes and functions of the model, by name", {}, frameworks=("keras",)),
     Parameter(
         "checkpoint_callback",
