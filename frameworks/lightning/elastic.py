@@ -161,8 +161,14 @@ class LightningState(TorchState):
         return checkpoint
 
 
-class _Commits(pl.Callback):  # type: ignore[misc]
-    """Commits when a step is whole. It comes last, after callbacks that change what is committed."""
+class _Commits(pl.callbacks.Checkpoint):  # type: ignore[misc]
+    """Commits when a step is whole. It comes last, after callbacks that change what is committed.
+
+    Lightning calls ``on_train_epoch_end`` of checkpoint callbacks after that of the module.
+    """
+
+    #: Makes ``ckpt_path="best"`` the same error as without this callback.
+    best_model_path = ""
 
     def __init__(self, state: LightningState) -> None:
         self._state = weakref.proxy(state)

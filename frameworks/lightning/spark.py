@@ -394,8 +394,10 @@ class _Weighing(pl.Callback):  # type: ignore[misc]
         self._data.weight = rows * polyhvd.size() / total if total else 1.0
 
 
-class _Noting(pl.Callback):  # type: ignore[misc]
+class _Noting(pl.callbacks.Checkpoint):  # type: ignore[misc]
     """Writes a checkpoint after each epoch.
+
+    Lightning calls ``on_train_epoch_end`` of checkpoint callbacks after that of the module.
 
     Args:
         run: of this rank.

@@ -211,6 +211,30 @@ def test_a_schedule_follows_the_mean_over_the_rows_of_all_ranks(store: Any, tmp_
     assert first == second
 
 
+class Late(Regression):
+    """A module that logs a metric at the end of each epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("late", float(self.current_epoch))
+
+
+@pytest.mark.usefixtures("ranks_in_forks")
+def test_the_history_has_the_metrics_that_the_module_logs_at_the_end_of_an_epoch(store: Any) -> None:
+    write_points(store)
+    history = regression(store=store, model=Late(), epochs=3).fit_on_parquet().getHistory()
+    assert [entry["late"] for entry in history] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.usefixtures("ranks_in_forks")
+def test_a_resumed_fit_stops_as_early_as_one_that_was_not_interrupted(store: Any) -> None:
+    write_points(store)
+    stopping = lightning.pytorch.callbacks.EarlyStopping("loss", patience=3, min_delta=1e9)
+    estimator = regression(store=store, callbacks=[stopping], run_id="mine")
+    estimator.setEpochs(2).fit_on_parquet()
+    resumed = estimator.setEpochs(9).fit_on_parquet()
+    assert [entry["epoch"] for entry in resumed.getHistory()] == [0, 1, 2, 3]
+
+
 @pytest.mark.nightly
 def test_an_elastic_fit_outlives_a_worker(frame: Any, tmp_path: Path) -> None:
     estimator = regression(model=Regression(), epochs=4, batch_size=16)

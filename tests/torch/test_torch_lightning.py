@@ -65,5 +65,9 @@ def test_rank_0_writes_checkpoints_and_all_resume_from_its_state(tmp_path: Path)
     cases.resumes_from_a_checkpoint(str(tmp_path))
 
 
+def test_an_elastic_state_commits_after_the_hooks_of_an_epoch() -> None:
+    cases.elastic_commits_come_after_the_hooks_of_an_epoch()
+
+
 def test_a_loop_on_fabric_is_that_of_one_process_on_the_joined_batch(tmp_path: Path) -> None:
     cases.fabric_trains_like_one_process(str(tmp_path))

@@ -13,7 +13,7 @@ import polyhvd.lightning
 import polyhvd.torch as hvd
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -359,6 +359,38 @@ def resumes_from_a_checkpoint(folder: str) -> None:
     assert_close(resumed, alone)
     with raises(hvd.InvalidArgumentError, "1 optimizers", "has 2"):
         fit(Manual(alone=False), checkpoint=str(path), max_epochs=4)
+
+
+class Noting(Regression):
+    """Notes the end of each epoch."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__(alone=False)
+        self.calls = calls
+
+    def on_train_epoch_end(self) -> None:
+        self.calls.append("module")
+        self.log("epoch", float(self.current_epoch))
+
+
+class NotingCommits(polyhvd.lightning.elastic.LightningState):
+    """Notes each commit."""
+
+    def commit(self) -> None:
+        self.trainer.lightning_module.calls.append("commit")
+
+
+def elastic_commits_come_after_the_hooks_of_an_epoch() -> None:
+    calls: list[str] = []
+    model, stopping = Noting(calls), EarlyStopping("epoch", patience=5)
+    stopping._run_early_stopping_check = lambda trainer: calls.append("stopping")
+    trains = trainer(callbacks=[stopping])
+    state = NotingCommits(trains, model)
+    trains.fit(model, loader())
+    assert calls == 2 * ["module", "stopping", "commit"]
+    with raises(ValueError, "`ModelCheckpoint` is not configured"):
+        trains.validate(model, loader(), ckpt_path="best")
+    del state
 
 
 def fabric_loop(strategy: str, rows: int, *, alone: bool, checkpoint: str | None = None) -> Any:
