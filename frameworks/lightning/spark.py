@@ -29,6 +29,8 @@ __all__ = ["LightningEstimator", "LightningModel"]
 
 #: What stands for the run's checkpoint in ``Trainer.fit(ckpt_path=...)``.
 _RESUMED = "polyhvd-spark-checkpoint"
+#: Key in a checkpoint: the weights of the fitted model, if a resumed fit must begin with others.
+_FITTED = "polyhvd-spark-fitted"
 #: Arguments of the Trainer that the estimator sets, with the parameter that has them.
 _SET = {
     "strategy": "gradient_compression",
@@ -144,7 +146,8 @@ class LightningEstimator(FrameworkEstimator):
     def _fitted(self, payload: bytes, checkpoint: Checkpoint) -> dict[str, Any]:
         module, _, values = cloudpickle.loads(payload)
         if checkpoint.state:
-            module.load_state_dict(_loaded(checkpoint.state)["state_dict"])
+            loaded = _loaded(checkpoint.state)
+            module.load_state_dict(loaded.get(_FITTED, loaded["state_dict"]))
         return {"model": module.eval(), "input_shapes": values["input_shapes"]}
 
 
@@ -211,9 +214,9 @@ class _LightningTrainer(Trainer):
                         trainer.fit(module, **loaders, ckpt_path=state.ckpt_path or resumed)
 
                 fit(state)
-                run.conclude(state.history, [], noting.state)
             else:
                 trainer.fit(module, **loaders, ckpt_path=resumed)
+            noting.keep_weights(module)
             if polyhvd.rank() == 0:
                 run.keep_files(Path(folder))
 
@@ -288,10 +291,28 @@ class _Strategy(PolyhvdStrategy):
         return super().load_checkpoint(checkpoint_path, **kwargs)
 
 
+def _saved(checkpoint: Any) -> bytes:
+    """Return the bytes of a checkpoint."""
+    data = io.BytesIO()
+    torch.save(checkpoint, data)
+    return data.getvalue()
+
+
 def _loaded(state: bytes) -> Any:
-    """Return what :meth:`_Noting.state` had written."""
+    """Return the checkpoint of these bytes."""
     # Optimizers and callbacks of users may keep objects of any class.
     return torch.load(io.BytesIO(state), map_location="cpu", weights_only=False)
+
+
+def _are_equal(weights: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Return whether two state dicts have the same tensors, and nothing else."""
+    return weights.keys() == others.keys() and all(
+        torch.is_tensor(one)
+        and torch.is_tensor(other)
+        and one.dtype == other.dtype
+        and torch.equal(one, other)
+        for one, other in ((value, others[name]) for name, value in weights.items())
+    )
 
 
 class _Data:
@@ -407,12 +428,13 @@ class _Noting(pl.callbacks.Checkpoint):  # type: ignore[misc]
 
     def __init__(self, run: Run, data: _Data, validation: _Data | None) -> None:
         self._run, self._data, self._validation = run, data, validation
-        self._trainer: Any = None
+        self._trainer: Any = None  # None: no epoch has ended in this process
+        self._has_state = False
         #: Of an elastic job, with the history.
         self.kept: Any = None
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._trainer = trainer
+        self._trainer, self._has_state = trainer, polyhvd.rank() == 0
         names = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         averages = self._run.averaged(
             {name: (value * self._rows(name), self._rows(name)) for name, value in names.items()}
@@ -426,6 +448,21 @@ class _Noting(pl.callbacks.Checkpoint):  # type: ignore[misc]
             self.kept.history = history
         self._run.finish_epoch(trainer.current_epoch, history, [], self.state)
 
+    def keep_weights(self, module: Any) -> None:
+        """Keep the weights at the end of training, which hooks may have changed, for the fitted model.
+
+        Args:
+            module: the trained one.
+        """
+        run = self._run
+        if self._trainer is None or polyhvd.rank() != 0:
+            return
+        if not self._has_state:  # another rank of an elastic job had been rank 0, and was lost
+            run.conclude(run.checkpoint.history, [], self.state)
+        loaded, weights = _loaded(run.checkpoint.state), module.state_dict()
+        if not _are_equal(loaded["state_dict"], weights):
+            run.replace_state(lambda: _saved({**loaded, _FITTED: weights}))
+
     def _rows(self, name: str) -> int:
         """Of this rank, over which a metric is a mean."""
         validation = self._validation
@@ -433,6 +470,4 @@ class _Noting(pl.callbacks.Checkpoint):  # type: ignore[misc]
 
     def state(self) -> bytes:
         """Of the module, the optimizers and the loops, as Lightning writes it to its files."""
-        data = io.BytesIO()
-        torch.save(self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False), data)
-        return data.getvalue()
+        return _saved(self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False))

@@ -235,6 +235,30 @@ def test_a_resumed_fit_stops_as_early_as_one_that_was_not_interrupted(store: Any
     assert [entry["epoch"] for entry in resumed.getHistory()] == [0, 1, 2, 3]
 
 
+class Filling(lightning.pytorch.callbacks.Callback):
+    """Changes the weights at the end of training, as averaging of weights does."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data.fill_(7.0)
+
+
+@pytest.mark.usefixtures("ranks_in_forks")
+@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_the_model_has_the_weights_of_the_end_of_training_and_a_further_fit_has_others(
+    elastic: bool, store: Any
+) -> None:
+    write_points(store)
+    given = {"store": store, "elastic": elastic}
+    estimator = regression(**given, callbacks=[Filling()], run_id="mine", epochs=2)
+    fitted = estimator.fit_on_parquet()
+    assert all((value == 7.0).all() for value in fitted.getModel().state_dict().values())
+    assert values_of(estimator.fit_on_parquet().getModel()) == values_of(fitted.getModel())
+    further = regression(**given, run_id="mine", epochs=3).fit_on_parquet()
+    whole = regression(**given, run_id="whole", epochs=3).fit_on_parquet()
+    assert values_of(further.getModel()) == values_of(whole.getModel())
+
+
 @pytest.mark.nightly
 def test_an_elastic_fit_outlives_a_worker(frame: Any, tmp_path: Path) -> None:
     estimator = regression(model=Regression(), epochs=4, batch_size=16)
