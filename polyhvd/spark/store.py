@@ -89,7 +89,11 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def exists(self, path: str) -> bool:
-        """Return whether there is a file or folder."""
+        """Return whether there is a file or folder.
+
+        Raises:
+            DataError: the file system reports another error than a missing file.
+        """
 
     @abc.abstractmethod
     def read(self, path: str) -> bytes:
@@ -244,7 +248,18 @@ class FilesystemStore(Store):
     def exists(self, path: str) -> bool:
         """As of :class:`Store`."""
         self._filesystem.invalidate_cache()
-        return bool(self._filesystem.exists(self._found(path)))
+        try:
+            return self._is_there(self._found(path))
+        except Exception as error:  # of file systems
+            raise DataError(f"cannot check whether {path!r} exists: {in_a_line(error)}") from error
+
+    def _is_there(self, path: str) -> bool:
+        """Return whether there is a file or folder; fsspec's own ``exists`` returns False after any error."""
+        try:
+            self._filesystem.info(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def read(self, path: str) -> bytes:
         """As of :class:`Store`."""
@@ -284,8 +299,8 @@ class FilesystemStore(Store):
         Whatever ends this, the former content is whole until the other one is at the path.
         """
         former = self._former(path)
-        if self._filesystem.exists(path):
-            if self._filesystem.exists(former):
+        if self._is_there(path):
+            if self._is_there(former):
                 self._filesystem.rm_file(former)  # which the last write has left
             self._filesystem.mv(path, former)
         self._filesystem.mv(written, path)
@@ -299,10 +314,10 @@ class FilesystemStore(Store):
 
     def _found(self, path: str) -> str:
         """Where the content of a file is: a write that was interrupted may have left it beside the path."""
-        if self._protocols() & (_WHOLE | {"file"}) or self._filesystem.exists(path):
+        if self._protocols() & (_WHOLE | {"file"}) or self._is_there(path):
             return path
         former = self._former(path)
-        return former if self._filesystem.exists(former) else path
+        return former if self._is_there(former) else path
 
     def locate(self, path: str) -> Place:
         """The place of a path of this store."""
@@ -319,7 +334,7 @@ class FilesystemStore(Store):
         self._filesystem.invalidate_cache()
         try:
             for found in (self._former(path), path):
-                if self._filesystem.exists(found):
+                if self._is_there(found):
                     self._filesystem.rm(found, recursive=True)
         except Exception as error:  # of file systems
             raise DataError(f"{path!r} cannot be removed: {in_a_line(error)}") from error

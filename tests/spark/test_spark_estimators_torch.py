@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import errno
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pytest
 import spark_common
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from pyarrow import parquet
 from pyspark import TaskContext
 from pyspark.ml import Pipeline, PipelineModel
@@ -231,6 +233,31 @@ def test_a_fit_that_fails_names_the_run_to_resume(store: Any, caplog: pytest.Log
         regression(**given).fit_on_parquet()
     (run_id,) = os.listdir(store.get_runs_path())
     assert f"the completed epochs are kept; resume with run_id={run_id!r}" in caplog.text
+
+
+def test_a_checkpoint_that_cannot_be_looked_up_is_an_error_and_is_kept(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Replacing(polyhvd.spark.LocalBackend):
+        def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+            store.write(checkpoint, b"of the first epoch")
+            raise RuntimeError("the ranks are started")
+
+    write_points(store)
+    checkpoint = store.get_checkpoint_path("mine")
+    store.write(checkpoint, b"of many epochs")
+    info = LocalFileSystem.info
+
+    def failing(self: Any, path: str, **options: Any) -> Any:
+        if path == checkpoint:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return info(self, path, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "info", failing)
+    given = {"store": store, "feature_cols": ["x"], "label_cols": ["y"], "run_id": "mine"}
+    with pytest.raises(DataError, match=r"whether '.*mine/checkpoint' exists: OSError"):
+        regression(**given, backend=Replacing(2)).fit_on_parquet()
+    assert Path(checkpoint).read_bytes() == b"of many epochs"
 
 
 class Elsewhere(polyhvd.spark.LocalBackend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -176,6 +177,26 @@ def test_a_file_that_is_missing_and_a_file_system_that_is_not_known_are_errors(t
         LocalStore(str(tmp_path)).read(str(tmp_path / "none"))
     with pytest.raises(polyhvd.DataError, match="the file system of 'nosuch://x' cannot be opened"):
         Store.create("nosuch://x")
+
+
+def test_an_error_of_the_file_system_is_not_a_file_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def info(self: Any, path: str, **_: Any) -> Any:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    for prefix in prefixes(tmp_path):
+        store = FilesystemStore(prefix)
+        path = store.get_checkpoint_path("r")
+        assert path is not None
+        store.write(path, b"one")
+        with monkeypatch.context() as patched:
+            patched.setattr(type(store.fs), "info", info)
+            with pytest.raises(polyhvd.DataError, match=r"whether '.*' exists: OSError: .*[Ss]tale"):
+                store.exists(path)
+            with pytest.raises(polyhvd.DataError, match="cannot be removed: OSError"):
+                store.remove(path)
+        assert store.read(path) == b"one"
 
 
 def test_data_sets_of_parquet_are_recognized(tmp_path: Path) -> None:
