@@ -211,6 +211,23 @@ def test_files_with_columns_that_cannot_be_used_are_an_error(name: str, text: st
         regression(store=store, feature_cols=[name], label_cols=["y"]).fit_on_parquet()
 
 
+def test_validation_files_that_cannot_be_read_are_an_error(store: Any) -> None:
+    class Starting(polyhvd.spark.LocalBackend):
+        def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
+            raise RuntimeError(f"validation on {args[0].validation}")
+
+    write_points(store)
+    folder = store.get_val_data_path()
+    estimator = regression(store=store, backend=Starting(1), feature_cols=["x"], label_cols=["y"])
+    for make in (lambda: None, lambda: os.makedirs(folder)):  # a folder that is missing, and an empty one
+        make()
+        with pytest.raises(RuntimeError, match="validation on None"):
+            estimator.fit_on_parquet()
+    store.write(f"{folder}/0.parquet", b"PAR1 truncated")
+    with pytest.raises(DataError, match="intermediate_val_data' is not a data set of Parquet"):
+        estimator.fit_on_parquet()
+
+
 def test_types_of_files_are_those_of_spark() -> None:
     lists = [pa.list_(pa.int8()), pa.large_list(pa.float32()), pa.list_(pa.list_(pa.float64(), 2), 3)]
     lists += [pa.binary(8), pa.fixed_shape_tensor(pa.float32(), [2, 2])]

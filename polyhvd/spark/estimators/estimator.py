@@ -83,7 +83,8 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         payload, _ = self._payload(), self._backend()
         rows, types = self._stored(store, store.get_train_data_path(dataset_idx))
         validation = None
-        if store.is_parquet_dataset(path := store.get_val_data_path(dataset_idx)):
+        path = store.get_val_data_path(dataset_idx)
+        if store.exists(path) and store.get_parquet_dataset(path).files:
             validation = self._stored(store, path)[0]
         run_id = self._run_id()
         with _claimed(run_id, store.get_run_path(run_id)):
