@@ -415,6 +415,20 @@ class _Weighing(pl.Callback):  # type: ignore[misc]
         self._data.weight = rows * polyhvd.size() / total if total else 1.0
 
 
+def _averaged(sums: dict[str, tuple[float, int]]) -> dict[str, float]:
+    """Averages over the rows of the ranks that have logged the metric.
+
+    Args:
+        sums: by name, the sum of the values of this rank's rows, and their number.
+    """
+    by_rank = polyhvd.allgather_object(sums, name="fit().metrics")
+    averages = {}
+    for name in dict.fromkeys(name for other in by_rank for name in other):
+        values, rows = zip(*(other[name] for other in by_rank if name in other), strict=True)
+        averages[name] = sum(values) / sum(rows)
+    return averages
+
+
 class _Noting(pl.callbacks.Checkpoint):  # type: ignore[misc]
     """Writes a checkpoint after each epoch.
 
@@ -436,7 +450,7 @@ class _Noting(pl.callbacks.Checkpoint):  # type: ignore[misc]
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._trainer, self._has_state = trainer, polyhvd.rank() == 0
         names = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-        averages = self._run.averaged(
+        averages = _averaged(
             {name: (value * self._rows(name), self._rows(name)) for name, value in names.items()}
         )
         entry = {"epoch": trainer.current_epoch, **averages}

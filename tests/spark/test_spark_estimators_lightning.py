@@ -225,6 +225,24 @@ def test_the_history_has_the_metrics_that_the_module_logs_at_the_end_of_an_epoch
     assert [entry["late"] for entry in history] == [0.0, 1.0, 2.0]
 
 
+class Uneven(Regression):
+    """A module that logs a metric on each rank that the other rank does not log."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 0:
+            self.log("first", 3.0, rank_zero_only=True, on_step=False, on_epoch=True)
+        else:
+            self.log("second", 5.0 + self.current_epoch)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("ranks_in_forks")
+def test_metrics_that_only_some_ranks_log_are_in_the_history(store: Any) -> None:
+    write_points(store)
+    history = regression(store=store, model=Uneven(), epochs=2).fit_on_parquet().getHistory()
+    assert [(entry["first"], entry["second"]) for entry in history] == [(3.0, 5.0), (3.0, 6.0)]
+
+
 @pytest.mark.usefixtures("ranks_in_forks")
 def test_a_resumed_fit_stops_as_early_as_one_that_was_not_interrupted(store: Any) -> None:
     write_points(store)
