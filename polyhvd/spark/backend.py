@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from polyhvd.launch import run as run_here
 from polyhvd.spark.cluster import find
-from polyhvd.spark.elastic import run_elastic
-from polyhvd.spark.running import run
+from polyhvd.spark.elastic import limits_of, run_elastic
+from polyhvd.spark.running import require_static, run, wanted_size
 
 __all__ = ["Backend", "LocalBackend", "SparkBackend"]
 
@@ -60,6 +61,29 @@ class Backend(abc.ABC):
         Raises:
             ValueError: this backend has no elastic jobs, or the numbers contradict each other.
         """
+        self._refuse_elastic_jobs()
+
+    def require_usable(
+        self, *, is_elastic: bool, min_num_proc: int | None = None, max_num_proc: int | None = None
+    ) -> None:
+        """Raise what :meth:`run` or :meth:`run_elastic` would raise before any rank starts, if it is known.
+
+        Estimators call this before they write rows.
+
+        Args:
+            is_elastic: whether the job is an elastic one.
+            min_num_proc: the argument of :meth:`run_elastic`.
+            max_num_proc: likewise.
+
+        Raises:
+            RuntimeError: Spark cannot run the job.
+            TypeError: the function that starts ranks does not accept an option of this backend.
+            ValueError: this backend has no elastic jobs, or the numbers contradict each other.
+        """
+        if is_elastic and type(self).run_elastic is Backend.run_elastic:
+            self._refuse_elastic_jobs()
+
+    def _refuse_elastic_jobs(self) -> NoReturn:
         raise ValueError(
             f"fit(): {type(self).__qualname__} has no elastic jobs; use a SparkBackend or LocalBackend, or "
             "leave out elastic, min_num_proc and max_num_proc"
@@ -108,6 +132,27 @@ class SparkBackend(Backend):
         """As of :class:`Backend`; raises what :func:`polyhvd.spark.run_elastic` does."""
         sizes = _sizes(self._num_proc, min_num_proc, max_num_proc)
         return run_elastic(fn, args, kwargs, env={**self._env, **(env or {})}, **sizes, **self._options)
+
+    def require_usable(
+        self, *, is_elastic: bool, min_num_proc: int | None = None, max_num_proc: int | None = None
+    ) -> None:
+        """As of :class:`Backend`."""
+        function: Callable[..., Any] = run_elastic if is_elastic else run
+        caller = f"polyhvd.spark.{function.__name__}()"
+        sizes = _sizes(self._num_proc, min_num_proc, max_num_proc) if is_elastic else {}
+        try:
+            inspect.signature(function).bind(int, (), {}, env={}, **sizes, **self._options)
+        except TypeError as error:
+            raise TypeError(f"{caller}: {error}; check the options of the {type(self).__name__}") from None
+        cluster = find(caller)
+        if is_elastic:
+            least = self._options.get("min_np", sizes["min_num_proc"])
+            most = self._options.get("max_np", sizes["max_num_proc"])
+            limits_of(cluster, (self._num_proc, least, most))
+            return
+        require_static(cluster)
+        if self._num_proc is not None or cluster.slots() is None:  # executors may come later
+            wanted_size(cluster, self._num_proc, caller)
 
     def num_processes(self) -> int:
         """As of :class:`Backend`; 0: it is not known."""

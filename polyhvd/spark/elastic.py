@@ -19,7 +19,7 @@ from polyhvd.spark.elastic_job import ElasticJob
 from polyhvd.spark.running import START_TIMEOUT_S, in_short, wanted_size
 from polyhvd.spark.slot import Post, slot_of
 
-__all__ = ["run_elastic"]
+__all__ = ["limits_of", "run_elastic"]
 
 _LOG = logging.getLogger("polyhvd")
 _CALLER = "polyhvd.spark.run_elastic()"
@@ -101,7 +101,7 @@ def run_elastic(
     least = min_num_proc if min_np is None else min_np
     most = max_num_proc if max_np is None else max_np
     timeout_s = _ELASTIC_TIMEOUT_S if elastic_timeout is None else float(elastic_timeout)
-    limits = _limits(cluster, (num_proc, least, most), timeout_s, reset_limit)
+    limits = limits_of(cluster, (num_proc, least, most), timeout_s, reset_limit)
     start_timeout_s = START_TIMEOUT_S if start_timeout is None else float(start_timeout)
     interface = nics if isinstance(nics, str) else ",".join(nics or ())
     variables = {**({"POLYHVD_GLOO_IFACE": interface} if interface else {}), **(env or {})}
@@ -123,11 +123,11 @@ def run_elastic(
     return [load_result(rank, value) for rank, value in enumerate(values)]
 
 
-def _limits(
+def limits_of(
     cluster: Cluster,
     sizes: tuple[int | None, int | None, int | None],
-    timeout_s: float,
-    reset_limit: int | None,
+    timeout_s: float = _ELASTIC_TIMEOUT_S,
+    reset_limit: int | None = None,
 ) -> Limits:
     """The limits of a job; ``sizes`` are num_proc, min_num_proc and max_num_proc. Raises ValueError."""
     given, least, most = sizes

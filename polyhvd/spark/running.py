@@ -17,7 +17,7 @@ from polyhvd.launch.job.function import in_a_line, load_error, load_result, payl
 from polyhvd.spark.cluster import Cluster, find
 from polyhvd.spark.worker import SCHEMA, Kind, Plan, task_of
 
-__all__ = ["START_TIMEOUT_S", "in_short", "run", "wanted_size"]
+__all__ = ["START_TIMEOUT_S", "in_short", "require_static", "run", "wanted_size"]
 
 _LOG = logging.getLogger("polyhvd")
 START_TIMEOUT_S = 600.0  # as with Horovod
@@ -87,11 +87,7 @@ def run(
         raise TypeError(f"polyhvd.spark.run(): fn must be a function; found {fn!r}")
     payload = payload_of((fn, tuple(args), dict(kwargs or {})), "polyhvd.spark.run()")
     cluster = find("polyhvd.spark.run()")
-    if cluster.is_dynamic():
-        raise RuntimeError(
-            "polyhvd.spark.run(): spark.dynamicAllocation.enabled is true, so Spark runs no barrier stages; "
-            "set it to false, or use polyhvd.spark.run_elastic, or elastic=True for an estimator"
-        )
+    require_static(cluster)
     size = wanted_size(cluster, num_proc, "polyhvd.spark.run()")
     timeout_s = START_TIMEOUT_S if start_timeout is None else float(start_timeout)
     plan = Plan(
@@ -111,6 +107,15 @@ def run(
             for line in text.splitlines() if stream is not None else ():
                 print(f"[{rank}]<{kind}>:{line}", file=stream)
     return _results(rows, size)
+
+
+def require_static(cluster: Cluster) -> None:
+    """Raise RuntimeError if Spark allocates executors dynamically."""
+    if cluster.is_dynamic():
+        raise RuntimeError(
+            "polyhvd.spark.run(): spark.dynamicAllocation.enabled is true, so Spark runs no barrier stages; "
+            "set it to false, or use polyhvd.spark.run_elastic, or elastic=True for an estimator"
+        )
 
 
 def wanted_size(cluster: Cluster, num_proc: int | None, caller: str) -> int:

@@ -704,6 +704,57 @@ def test_bad_input_is_one_error_and_leaves_nothing(case: str, frame: Any, store:
     assert files_in(tmp_path) == []
 
 
+class Own(polyhvd.spark.Backend):
+    """A backend without elastic jobs."""
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        raise AssertionError("ranks are started")
+
+    def num_processes(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "values", "error", "text"),
+    [
+        (
+            polyhvd.spark.SparkBackend(2, elastic_timeout=1),
+            {},
+            TypeError,
+            r"polyhvd\.spark\.run\(\): got an unexpected keyword argument 'elastic_timeout'",
+        ),
+        (
+            polyhvd.spark.SparkBackend(2, executable="python"),
+            {"elastic": True},
+            TypeError,
+            r"polyhvd\.spark\.run_elastic\(\): got an unexpected keyword argument 'executable'",
+        ),
+        (polyhvd.spark.SparkBackend(2), {"min_num_proc": 3}, ValueError, "min_num_proc"),
+        (polyhvd.spark.SparkBackend(2), {"max_num_proc": 1}, ValueError, "max_num_proc"),
+        (Own(), {"elastic": True}, ValueError, "Own has no elastic jobs"),
+        (polyhvd.spark.SparkBackend(2), {}, RuntimeError, r"spark\.dynamicAllocation\.enabled is true"),
+    ],
+    ids=["option", "option-elastic", "minimum", "maximum", "no-elastic", "dynamic"],
+)
+def test_what_the_backend_refuses_is_an_error_before_rows_are_written(
+    backend: Any,
+    values: dict[str, Any],
+    error: type[Exception],
+    text: str,
+    frame: Any,
+    store: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def write(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("rows are written")
+
+    monkeypatch.setattr("polyhvd.spark.estimators.estimator.write", write)
+    if error is RuntimeError:
+        monkeypatch.setattr("polyhvd.spark.cluster.ClassicCluster.is_dynamic", lambda self: True)
+    with pytest.raises(error, match=text):
+        regression(store=store, backend=backend, **values).fit(frame)
+
+
 def test_parameters_are_checked_when_they_are_set() -> None:
     with pytest.raises(TypeError, match="TorchEstimator has no parameter 'epoch'; expected some of num_proc"):
         TorchEstimator(epoch=3)

@@ -99,7 +99,8 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
         types = self._types(known)
         if isinstance(validation, str):
             require_columns(known, {"validation": [validation]}, is_transformed=False)
-        self._found(run_id)  # whether it can be resumed, before anything is written
+        if self._has_epochs_left(self._found(run_id)):
+            backend.require_usable(is_elastic=self._is_elastic(), **self._limits())
         folders = _folders(store, run_id)
         claimed = _claimed(run_id, store.get_run_path(run_id), *folders)
         with claimed, contextlib.ExitStack() as undone:
@@ -152,7 +153,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                     "increase epochs",
                     *(run_id, found.epochs, found.ended_epochs),
                 )
-        if found is None or max(found.epochs, found.ended_epochs) < epochs:
+        if found is None or self._has_epochs_left(found):
             found = self._trained(
                 Job(
                     imported=self._imported(),
@@ -198,8 +199,7 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
                 job = replace(job, payload=b"", payload_path=path)
             try:
                 if job.is_elastic:
-                    sizes = {name: self.getOrDefault(name) for name in ("min_num_proc", "max_num_proc")}
-                    results = backend.run_elastic(work, (job,), env=env, **sizes)
+                    results = backend.run_elastic(work, (job,), env=env, **self._limits())
                 else:
                     results = backend.run(work, (job,), env=env)
             except BaseException:
@@ -296,8 +296,14 @@ class FrameworkEstimator(Estimator, Persistent):  # type: ignore[misc]
             raise ValueError(f"fit(): backend is {given!r}; expected a SparkBackend or LocalBackend")
         return SparkBackend(size, verbose=self.getOrDefault("verbose")) if given is None else given
 
+    def _has_epochs_left(self, found: Checkpoint | None) -> bool:
+        return found is None or max(found.epochs, found.ended_epochs) < self.getOrDefault("epochs")
+
+    def _limits(self) -> dict[str, Any]:
+        return {name: self.getOrDefault(name) for name in ("min_num_proc", "max_num_proc")}
+
     def _is_elastic(self) -> bool:
-        sizes = (self.getOrDefault(name) for name in ("min_num_proc", "max_num_proc"))
+        sizes = self._limits().values()
         return bool(self.getOrDefault("elastic")) or any(size is not None for size in sizes)
 
     def _checked_store(self) -> FilesystemStore:
