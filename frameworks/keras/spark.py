@@ -211,8 +211,6 @@ class _KerasTrainer(Trainer):
     def train(self, run: Run) -> None:
         """Train all epochs that are left."""
         params = run.params
-        if params["use_gpu"]:
-            _select_gpu()
         if params["random_seed"] is not None:
             keras.utils.set_random_seed(params["random_seed"])
         saved, custom, callbacks, checkpoint_callback = cloudpickle.loads(run.job.payload)
@@ -285,6 +283,7 @@ class _KerasTrainer(Trainer):
     @staticmethod
     def preparing(job: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         """As of :class:`Trainer`."""
+        _select_gpu(job.params["use_gpu"])  # TensorFlow cannot change its GPUs after it has made a variable
         saved, custom, _, _ = cloudpickle.loads(job.payload)
         model, params = _Saved.load(saved["model"], custom), job.params
         labels = params["label_cols"]
@@ -482,13 +481,23 @@ def _limited(data: Any, params: Mapping[str, Any], name: str) -> Any:
     return data.take(params[name])
 
 
-def _select_gpu() -> None:
-    """Use the GPU of this rank, if there are any."""
+def _select_gpu(is_used: bool) -> None:
+    """Use the GPU of this rank, if there are any.
+
+    Args:
+        is_used: False: TensorFlow uses no GPU.
+    """
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
         if gpus := tf.config.list_physical_devices("GPU"):
-            tf.config.set_visible_devices(gpus[polyhvd.local_rank() % len(gpus)], "GPU")
+            own = gpus[polyhvd.local_rank() % len(gpus)]
+            tf.config.set_visible_devices([own] if is_used else [], "GPU")
+    elif keras.backend.backend() == "torch" and is_used:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(polyhvd.local_rank() % torch.cuda.device_count())
 
 
 def _shapes_of(inputs: Sequence[Any], columns: Sequence[str]) -> list[tuple[Any, ...]]:

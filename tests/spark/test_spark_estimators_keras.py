@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -11,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import spark_common
+import tensorflow
 from pyspark.ml import Pipeline, PipelineModel
 from spark_common import (
     check_ended_by_a_callback,
@@ -23,6 +25,8 @@ from spark_common import (
 
 import polyhvd.spark
 from polyhvd.data import ParquetLoader
+from polyhvd.keras import spark as keras_spark
+from polyhvd.spark.estimators.estimator import _OF_RANKS
 from polyhvd.spark.keras import KerasEstimator, KerasModel
 
 for module in (spark_common, sys.modules[__name__]):
@@ -126,6 +130,33 @@ def test_a_fit_on_files_equals_a_training_by_hand_and_resumes_where_it_was(store
     losses = resumed.getHistory()["loss"]
     assert losses[:1] == first.getHistory()["loss"]
     assert len(losses) == 3
+
+
+def test_a_rank_selects_its_gpu_before_it_makes_the_model(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    load = keras_spark._Saved.load
+    monkeypatch.setattr(keras_spark, "_select_gpu", lambda is_used: calls.append(f"select {is_used}"))
+    monkeypatch.setattr(keras_spark._Saved, "load", lambda *given: calls.append("load") or load(*given))
+    estimator = regression(store=store)
+    params = {name: estimator.getOrDefault(name) for name in _OF_RANKS} | {"use_gpu": False}
+    job = SimpleNamespace(payload=estimator._payload(), params=params)
+    calls.clear()
+    keras_spark._KerasTrainer.preparing(job)
+    assert calls == ["select False", "load"]
+
+
+@pytest.mark.parametrize(("is_used", "wanted"), [(True, ["gpu 1"]), (False, [])])
+def test_a_rank_sees_its_own_gpu_or_none(
+    is_used: bool, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(polyhvd, "local_rank", lambda: 3)
+    monkeypatch.setattr(tensorflow.config, "list_physical_devices", lambda kind: ["gpu 0", "gpu 1"])
+    monkeypatch.setattr(tensorflow.config, "set_visible_devices", lambda *given: seen.append(given))
+    keras_spark._select_gpu(is_used)
+    assert seen == [(wanted, "GPU")]
 
 
 @pytest.mark.nightly
