@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from fork_servers import IMPORTS, SETTINGS, ForkServers  # tests/harness, on the path by tests/conftest.py
 
 from polyhvd.parity import command, layers, running
 from polyhvd.parity.case import Case, Optimizer
@@ -43,21 +45,53 @@ def batch(framework, step):
 """
 
 
-def start(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "polyhvd.cli", "parity", *words],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@dataclass
+class Command:
+    """``polyhvd parity``, run by an interpreter that runs its ranks too."""
+
+    python: str = sys.executable
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run it to its end."""
+        code = f"import sys; sys.executable = {self.python!r}; from polyhvd.cli import main; sys.exit(main())"
+        return subprocess.run(
+            [self.python, "-c", code, "parity", *words],
+            cwd=ROOT,
+            env={**os.environ, **SETTINGS},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
 
 
-def parity(*words: str) -> subprocess.CompletedProcess[str]:
-    with start(*words) as process:
-        out, errors = process.communicate(timeout=240)
-    return subprocess.CompletedProcess(words, process.returncode, out, errors)
+def forked(request: pytest.FixtureRequest, framework: str) -> Command:
+    """The command and its ranks in forks of processes that have imported a framework."""
+    if not is_installed(framework):
+        pytest.skip(f"needs {framework}, which is not installed")
+    servers: ForkServers = request.getfixturevalue("fork_servers")
+    python = shlex.join(servers.python(2, IMPORTS[framework]))
+    path = request.getfixturevalue("tmp_path_factory").mktemp("python") / "python"
+    # The process that removes the folder of a run has options, which no fork takes.
+    path.write_text(f"""#!/bin/sh\n[ "$1" = -I ] && exec {sys.executable} "$@"\nexec {python} "$@"\n""")
+    path.chmod(0o755)
+    return Command(str(path))
+
+
+@pytest.fixture
+def parity(request: pytest.FixtureRequest) -> Command:
+    """``polyhvd parity`` with NumPy."""
+    return forked(request, "numpy")
+
+
+@pytest.fixture
+def parity_with_torch(request: pytest.FixtureRequest) -> Command:
+    return forked(request, "torch")
+
+
+@pytest.fixture
+def parity_with_mxnet(request: pytest.FixtureRequest) -> Command:
+    return forked(request, "mxnet")
 
 
 def write(folder: Path, name: str, text: str) -> str:
@@ -72,7 +106,7 @@ def write(folder: Path, name: str, text: str) -> str:
 def test_a_case_of_the_catalogue_agrees_and_all_reports_say_so(tmp_path: Path) -> None:
     files = {name: tmp_path / f"report.{name}" for name in ("json", "junit", "html")}
     options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
-    done = parity("mlp", "--frameworks", "numpy", "--steps", "4", "--np", "3", *options)
+    done = Command()("mlp", "--frameworks", "numpy", "--steps", "4", "--np", "3", *options)
     assert done.returncode == 0, done.stderr
     assert "mlp: all 3 comparisons agree over 4 steps" in done.stdout
     assert re.search(r"^numpy: 3 ranks against 1 rank +\S+ +\S+ +agree$", done.stdout, re.MULTILINE)
@@ -106,7 +140,7 @@ def test_names_that_are_not_utf_8_are_reported_in_any_encoding(tmp_path: Path) -
     assert b"there is no such file" in Path(os.fsdecode(bytes(tmp_path) + b"/\xff.xml")).read_bytes()
 
 
-def test_the_case_in_the_documentation_agrees(tmp_path: Path) -> None:
+def test_the_case_in_the_documentation_agrees(parity: Command, tmp_path: Path) -> None:
     document = (ROOT / "docs" / "parity.md").read_text()
     (example,) = re.findall(r"```python\n# case: mycase.py\n(.*?)```", document, re.DOTALL)
     done = parity(write(tmp_path, "mycase.py", example), "--frameworks", "numpy", "--steps", "3")
@@ -129,7 +163,7 @@ def test_two_frameworks_that_differ_are_told_apart_by_layer_step_and_kind(tmp_pa
         "    return [layers",
     )
     case, out = write(tmp_path, "mine.py", text), tmp_path / "report.json"
-    done = parity(case, "--frameworks", "numpy,torch", "--steps", "3", "--json", str(out))
+    done = Command()(case, "--frameworks", "numpy,torch", "--steps", "3", "--json", str(out))
     assert done.returncode == STATUSES["differ"], done.stderr
     differing = [check for check in json.loads(out.read_text())["checks"] if not check["agree"]]
     assert [check["name"] for check in differing] == [
@@ -148,21 +182,21 @@ def test_a_framework_that_the_case_has_no_model_for_is_left_out(tmp_path: Path) 
         "    return [layers", "    if framework == 'torch':\n        return None\n    return [layers"
     )
     case, out = write(tmp_path, "mine.py", text), tmp_path / "report.json"
-    done = parity(case, "--frameworks", "torch,numpy", "--steps", "2", "--json", str(out))
+    done = Command()(case, "--frameworks", "torch,numpy", "--steps", "2", "--json", str(out))
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     assert (report["frameworks"], report["left_out"]) == (["numpy"], ["torch"])
     assert "no model for torch, which was left out" in done.stdout
 
 
-def test_a_case_without_any_model_is_a_bad_one(tmp_path: Path) -> None:
+def test_a_case_without_any_model_is_a_bad_one(parity: Command, tmp_path: Path) -> None:
     case = write(tmp_path, "none.py", CASE.replace("    return [layers", "    return None and [layers"))
     done = parity(case, "--frameworks", "numpy")
     assert done.returncode == STATUSES["bad-case"]
     assert "build() has no model for numpy" in done.stderr
 
 
-def test_a_rank_that_dies_has_a_status_of_its_own_and_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_has_a_status_of_its_own_and_is_named(parity: Command, tmp_path: Path) -> None:
     dies = (
         "    import os\n"
         "    if step == 2 and os.environ['POLYHVD_RANK'] == '1':\n"
@@ -176,7 +210,7 @@ def test_a_rank_that_dies_has_a_status_of_its_own_and_is_named(tmp_path: Path) -
     )
 
 
-def test_a_case_that_raises_while_it_trains_is_a_bad_case(tmp_path: Path) -> None:
+def test_a_case_that_raises_while_it_trains_is_a_bad_case(parity: Command, tmp_path: Path) -> None:
     case = write(tmp_path, "raises.py", CASE.replace("    inputs =", "    1 / (step - 2)\n    inputs ="))
     done = parity(case, "--frameworks", "numpy", "--steps", "4")
     assert done.returncode == STATUSES["bad-case"]
@@ -199,7 +233,7 @@ def test_a_case_that_raises_while_it_trains_is_a_bad_case(tmp_path: Path) -> Non
     ],
 )
 def test_a_case_that_cannot_be_computed_is_a_bad_case(
-    tmp_path: Path, old: str, new: str, message: str
+    parity: Command, tmp_path: Path, old: str, new: str, message: str
 ) -> None:
     assert old in CASE
     done = parity(write(tmp_path, "bad.py", CASE.replace(old, new)), "--frameworks", "numpy", "--steps", "2")
@@ -226,10 +260,10 @@ def batch(framework, step):
 """
 
 
-def test_a_block_of_gluon_gets_its_shapes_from_the_batch(tmp_path: Path) -> None:
-    if not is_installed("mxnet"):
-        pytest.skip("needs MXNet, which is not installed")
-    done = parity(write(tmp_path, "block.py", BLOCK), "--frameworks", "mxnet", "--steps", "1", "--np", "1")
+def test_a_block_of_gluon_gets_its_shapes_from_the_batch(parity_with_mxnet: Command, tmp_path: Path) -> None:
+    done = parity_with_mxnet(
+        write(tmp_path, "block.py", BLOCK), "--frameworks", "mxnet", "--steps", "1", "--np", "1"
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -237,7 +271,7 @@ def test_a_block_of_gluon_gets_its_shapes_from_the_batch(tmp_path: Path) -> None
 def test_a_model_without_shapes_is_a_bad_case(tmp_path: Path) -> None:
     if not is_installed("torch"):
         pytest.skip("needs PyTorch, which is not installed")
-    done = parity(write(tmp_path, "block.py", BLOCK), "--frameworks", "torch", "--steps", "1")
+    done = Command()(write(tmp_path, "block.py", BLOCK), "--frameworks", "torch", "--steps", "1")
     assert done.returncode == STATUSES["bad-case"], done.stderr
     assert "block: torch cannot make the model that build('torch') has returned" in done.stderr
     assert "2.weight has no shape yet; run the model once" in done.stderr
@@ -256,13 +290,15 @@ for _ in range(2):
 
 def test_scripts_that_agree(tmp_path: Path) -> None:
     script, out = write(tmp_path, "a.py", SCRIPT), tmp_path / "report.json"
-    done = parity("--scripts", script, script, "--json", str(out))
+    done = Command()("--scripts", script, script, "--json", str(out))
     assert done.returncode == 0, done.stderr
     (check,) = json.loads(out.read_text())["checks"]
     assert (check["name"], check["times"], check["agree"]) == ("same", 2, True)
 
 
-def test_a_report_of_scripts_has_measured_differences_and_what_the_scripts_print(tmp_path: Path) -> None:
+def test_a_report_of_scripts_has_measured_differences_and_what_the_scripts_print(
+    parity: Command, tmp_path: Path
+) -> None:
     text = (
         SCRIPT
         + 'parity.compare("near", np.ones(3) * (1 + 1e-15 * hvd.rank()))\nprint("printed", hvd.rank())\n'
@@ -296,11 +332,11 @@ with parity.watch(model, optimizer):
 """
 
 
-def test_a_report_of_a_watch_has_layers_margins_and_the_advice_of_the_kind(tmp_path: Path) -> None:
-    if not is_installed("torch"):
-        pytest.skip("needs PyTorch, which is not installed")
+def test_a_report_of_a_watch_has_layers_margins_and_the_advice_of_the_kind(
+    parity_with_torch: Command, tmp_path: Path
+) -> None:
     script, out = write(tmp_path, "watching.py", WATCHING), tmp_path / "report.json"
-    done = parity("--scripts", f"{script} 0", f"{script} 1", "--json", str(out))
+    done = parity_with_torch("--scripts", f"{script} 0", f"{script} 1", "--json", str(out))
     assert done.returncode == STATUSES["differ"], done.stdout + done.stderr
     report = json.loads(out.read_text())
     (check,) = report["checks"]
@@ -314,13 +350,13 @@ def test_a_report_of_a_watch_has_layers_margins_and_the_advice_of_the_kind(tmp_p
     assert check["loss"] is None
 
 
-def test_a_watch_of_weights_that_are_not_finite_proves_nothing(tmp_path: Path) -> None:
-    if not is_installed("torch"):
-        pytest.skip("needs PyTorch, which is not installed")
+def test_a_watch_of_weights_that_are_not_finite_proves_nothing(
+    parity_with_torch: Command, tmp_path: Path
+) -> None:
     text = WATCHING.replace("range(2)", "range(3)").replace("optimizer):", "optimizer) as watched:")
     text = text.replace(".sum()", ".sum().mul(float('nan') if step else 1)") + "print(watched)\n"
     script = write(tmp_path, "watching.py", text)
-    done = parity("--scripts", f"{script} 0", f"{script} 0")
+    done = parity_with_torch("--scripts", f"{script} 0", f"{script} 0")
     assert done.returncode == STATUSES["nan"], done.stderr
     message = "step 2: 0.weight has NaNs or infinities before the step, on every rank"
     assert message in done.stderr
@@ -336,7 +372,9 @@ def test_a_watch_of_weights_that_are_not_finite_proves_nothing(tmp_path: Path) -
         ("raise SystemExit(9)\n", "rank-died", "rank 1 on localhost exited with status 9"),
     ],
 )
-def test_scripts_that_do_not_agree(tmp_path: Path, other: str, outcome: str, message: str) -> None:
+def test_scripts_that_do_not_agree(
+    parity: Command, tmp_path: Path, other: str, outcome: str, message: str
+) -> None:
     one = write(tmp_path, "one.py", SCRIPT + 'parity.compare("last", np.ones(3))\n')
     two = write(tmp_path, "two.py", SCRIPT + other)
     done = parity("--scripts", one, two)
@@ -352,7 +390,7 @@ def test_scripts_that_do_not_agree(tmp_path: Path, other: str, outcome: str, mes
     ],
 )
 def test_scripts_that_compare_other_things_do_not_wait_for_each_other(
-    tmp_path: Path, other: str, message: str
+    parity: Command, tmp_path: Path, other: str, message: str
 ) -> None:
     one = write(tmp_path, "one.py", SCRIPT + 'parity.compare("last", np.ones(3))\n')
     two = write(tmp_path, "two.py", SCRIPT + other)
@@ -365,7 +403,9 @@ def test_scripts_that_compare_other_things_do_not_wait_for_each_other(
     assert done.stderr.count("Traceback") <= 1
 
 
-def test_a_script_whose_model_cannot_be_watched_is_a_bad_case_in_one_line(tmp_path: Path) -> None:
+def test_a_script_whose_model_cannot_be_watched_is_a_bad_case_in_one_line(
+    parity: Command, tmp_path: Path
+) -> None:
     script = write(tmp_path, "a.py", SCRIPT + "parity.watch(7)\n")
     done = parity("--scripts", script, script)
     assert done.returncode == STATUSES["bad-case"], done.stdout + done.stderr
@@ -373,7 +413,9 @@ def test_a_script_whose_model_cannot_be_watched_is_a_bad_case_in_one_line(tmp_pa
     assert "Traceback" not in done.stderr
 
 
-def test_scripts_are_given_their_arguments_and_named_where_they_differ(tmp_path: Path) -> None:
+def test_scripts_are_given_their_arguments_and_named_where_they_differ(
+    parity: Command, tmp_path: Path
+) -> None:
     text = SCRIPT.replace("np.ones(3)", "np.full(3, float(sys.argv[1]))").replace(
         "import numpy", "import sys, numpy"
     )
@@ -387,14 +429,14 @@ def test_scripts_are_given_their_arguments_and_named_where_they_differ(tmp_path:
     assert "rank 1 (a.py, numpy) has" in done.stdout
 
 
-def test_scripts_that_compare_nothing_are_no_proof(tmp_path: Path) -> None:
+def test_scripts_that_compare_nothing_are_no_proof(parity: Command, tmp_path: Path) -> None:
     script = write(tmp_path, "none.py", "import polyhvd.numpy as hvd\nhvd.init()\n")
     done = parity("--scripts", script, script)
     assert done.returncode == STATUSES["bad-case"]
     assert "have compared nothing" in done.stderr
 
 
-def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_what_takes_too_long_is_ended(parity: Command, tmp_path: Path) -> None:
     case = write(
         tmp_path, "slow.py", CASE.replace("    inputs =", "    import time; time.sleep(600)\n    inputs =")
     )

@@ -15,6 +15,7 @@ import faulthandler
 import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import random
@@ -80,6 +81,7 @@ class _Program:
         sys.path[1:1] = [path for path in paths if path not in sys.path]
         if not os.environ.get("PYTHONFAULTHANDLER"):
             faulthandler.disable()
+        _open_streams()
         if os.environ.get("PYTHONUNBUFFERED"):
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(write_through=True)  # type: ignore[union-attr]
@@ -101,6 +103,18 @@ class _Program:
             sys.argv = self.argv
         sys.modules["__main__"] = main
         exec(compile(source, name, "exec", dont_inherit=True), vars(main))
+
+
+def _open_streams() -> None:
+    """Open the program's output as an interpreter does: the server's streams are those of a file."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        with contextlib.suppress(OSError):  # the program may have been given no output
+            raw = open(number, "wb", closefd=False)  # noqa: SIM115
+            is_lines = number == 2 or raw.isatty()
+            new = io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=is_lines)
+            setattr(sys, name, new)
+            setattr(sys, f"__{name}__", new)
 
 
 class _Server:
