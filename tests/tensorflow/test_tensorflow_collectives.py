@@ -410,7 +410,8 @@ def test_gradients_of_another_type_are_cast_to_that_of_the_results() -> None:
                     result = verb(x)
                 return tape.gradient(result, x, output_gradients=tf.ones_like(result, tf.float32))
 
-            for mode in DIFFERENTIABLE:
+            # The cast is the same for each type: one of them is enough in graphs.
+            for mode in DIFFERENTIABLE[: None if dtype == tf.float16 else 1]:
                 found = mode(gradient)(tf.ones([SIZE], dtype))
                 assert found.dtype == dtype, (name, found.dtype)
                 equal(found, np.full(SIZE, everywhere.get(name, SIZE if RANK == 0 else 0)))
