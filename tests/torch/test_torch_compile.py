@@ -269,7 +269,7 @@ def test_errors_come_out_of_a_graph_as_they_are() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_trains_with_a_distributed_optimizer(backend: str) -> None:
     torch.compiler.reset()
     module, oracle = model(), model()
