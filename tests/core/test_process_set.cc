@@ -60,6 +60,23 @@ TEST_CASE("ranks that are no sorted, distinct part of the world are refused") {
   CHECK(sets.ids().size() == 1);
 }
 
+TEST_CASE("a process set beyond the limit is refused, and fits after another one is removed") {
+  ProcessSets sets(11);
+  ProcessSetId last = kWorld;
+  for (int bits = 1; bits < static_cast<int>(kProcessSetsMax); ++bits) {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < 11; ++rank) {
+      if ((bits >> rank & 1) != 0) ranks.push_back(rank);
+    }
+    last = sets.add(ranks);
+  }
+  const std::vector<int> all = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
+  CHECK_THROWS_WITH_AS(
+      sets.add(all), "there are 1024 process sets, which is the limit; remove one first", Failure);
+  sets.remove(last);
+  CHECK(sets.members(sets.add(all)).size() == 11);
+}
+
 TEST_CASE("a world without ranks is refused") { CHECK_THROWS_AS(ProcessSets(0), Failure); }
 
 TEST_CASE("members stay where they are when sets are added") {

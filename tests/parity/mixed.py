@@ -117,5 +117,5 @@ def sparse(name: str) -> None:
                 else:
                     result = hvd.allreduce(mine, name=what, op=getattr(hvd, op))
                 actual = _dense(driver.framework, result)
-                near = 32 * np.finfo(dtype).eps
+                near = 4 * np.finfo(dtype).eps
                 np.testing.assert_allclose(actual, expected / divisor, rtol=near, atol=near, err_msg=what)

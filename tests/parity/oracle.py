@@ -18,7 +18,7 @@ _TOLERANCES = {
     "float16": (1e-3, 1e-4),
     "bfloat16": (8e-3, 1e-3),
     "float32": (2e-6, 2e-6),
-    "float64": (4e-15, 4e-15),
+    "float64": (4 * 2.0**-52, 4 * 2.0**-52),
 }
 _COMBINE = {
     "Sum": np.add,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import spark_common
 import tensorflow
+from polyhvd.keras import spark as keras_spark
 from pyspark.ml import Pipeline, PipelineModel
 from spark_common import (
     check_ended_by_a_callback,
@@ -25,7 +26,6 @@ from spark_common import (
 
 import polyhvd.spark
 from polyhvd.data import ParquetLoader
-from polyhvd.keras import spark as keras_spark
 from polyhvd.spark.estimators.estimator import _OF_RANKS
 from polyhvd.spark.keras import KerasEstimator, KerasModel
 

@@ -525,25 +525,27 @@ def my_slices(rank: int, dtype: Any = tf.float32) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, tf.constant([0, rank, rank], tf.int64), tf.constant([SIZE, 2]))
 
 
-def test_slices_are_gathered_and_scaled() -> None:
-    dense = sum(tf.convert_to_tensor(my_slices(r)).numpy() for r in range(SIZE))
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64], ids=lambda dtype: dtype.name)
+def test_slices_are_gathered_and_scaled(dtype: Any) -> None:
+    dense = sum(tf.convert_to_tensor(my_slices(r, dtype)).numpy() for r in range(SIZE))
+    near = 4 * np.finfo(dtype.as_numpy_dtype).eps
     cases = [
         ({"op": hvd.Sum}, 1.0),
         ({}, 1 / SIZE),
-        ({"op": hvd.Sum, "prescale_factor": 0.5, "postscale_factor": 4.0}, 2.0),
+        ({"op": hvd.Sum, "prescale_factor": 0.1, "postscale_factor": 4.0}, 0.1 * 4.0),
         ({"op": hvd.Sum, "compression": hvd.Compression.fp16}, 1.0),
     ]
     for mode in MODES:
         for arguments, scale in cases:
             before = operations()
-            result = mode(lambda a=arguments: hvd.allreduce(my_slices(RANK), name="slices", **a))()
+            result = mode(lambda a=arguments: hvd.allreduce(my_slices(RANK, dtype), name="slices", **a))()
             assert operations() - before == 1
             assert isinstance(result, tf.IndexedSlices)
-            assert result.values.dtype == tf.float32
+            assert result.values.dtype == dtype
             assert result.indices.shape[0] == 3 * SIZE
-            equal(tf.convert_to_tensor(result), dense * scale, rtol=1e-6)
+            equal(tf.convert_to_tensor(result), dense * scale, rtol=near)
         tensor, slices = mode(
-            lambda: hvd.grouped_allreduce([tf.ones([2]), my_slices(RANK)], op=hvd.Sum, name="both")
+            lambda: hvd.grouped_allreduce([tf.ones([2]), my_slices(RANK, dtype)], op=hvd.Sum, name="both")
         )()
         equal(tensor, [SIZE] * 2)
         equal(tf.convert_to_tensor(slices), dense)
@@ -575,7 +577,8 @@ def test_an_average_of_slices_of_integers_is_a_float_of_the_same_type_on_any_num
                 slices = my_slices(RANK, dtype)
                 result = mode(lambda s=slices, f=factor: hvd.allreduce(s, postscale_factor=f))()
                 assert result.dtype == averaged
-                equal(tf.convert_to_tensor(result), sum(terms) / SIZE * factor, rtol=1e-6)
+                near = 4 * np.finfo(averaged.as_numpy_dtype).eps
+                equal(tf.convert_to_tensor(result), sum(terms) / SIZE * factor, rtol=near)
 
 
 def test_reductions_that_slices_lack_raise_what_users_of_either_library_catch() -> None:
