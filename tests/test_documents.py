@@ -132,6 +132,17 @@ def test_the_citation_has_the_version() -> None:
     assert f"\nversion: {polyhvd.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+def test_changelog_of_a_first_version_has_one_line_for_each_feature() -> None:
+    after = (ROOT / "CHANGELOG.md").read_text().partition("\n## [Unreleased]\n")[2]
+    first, _, section = re.split(r"^## ", after, maxsplit=1, flags=re.MULTILINE)[0].strip().partition("\n")
+    if not re.fullmatch(r"This will be .*, the first version\.", first):
+        return  # a later version also lists what it changes and fixes
+    lines = [line for line in section.splitlines() if line]
+    assert [line for line in lines if line.startswith("### ")] == ["### Added"]
+    assert [line for line in lines if not re.match("### |#### |- ", line)] == []
+    assert [line for line in lines if len(line) > 120] == []
+
+
 def test_the_module_is_the_command() -> None:
     command = [sys.executable, "-m", "polyhvd", "--version"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
