@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launching import Launcher, assert_gone
+from launching import Launcher, assert_gone, below
 
 from polyhvd.elastic.membership import Limits
 from polyhvd.launch.elastic.driven import RESUME_STATUS, Elastic
@@ -157,7 +157,7 @@ def test_all_ranks_have_time_to_save_when_the_whole_job_is_told_to_end(launcher:
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("target", ["launcher", "ranks"])
+@pytest.mark.parametrize("target", ["launcher", "ranks", "agents"])
 def test_train_that_all_ranks_leave_goes_on_at_the_same_step_when_it_is_run_again(
     launcher: Launcher, tmp_path: Path, target: str
 ) -> None:
@@ -187,7 +187,9 @@ def test_train_that_all_ranks_leave_goes_on_at_the_same_step_when_it_is_run_agai
     if target == "launcher":
         launcher.signal(signal.SIGTERM)
     else:
-        for pid in pids:
+        assert launcher.process is not None
+        agents = set(below(launcher.process.pid)) - pids
+        for pid in pids if target == "ranks" else agents:
             os.kill(pid, signal.SIGTERM)
     status, out, err = launcher.finish()
     assert status == (128 + signal.SIGTERM if target == "launcher" else RESUME_STATUS), f"{out}\n{err}"

@@ -338,6 +338,16 @@ def test_first_node_that_waits_for_the_others_shows_them_as_its_status(tmp_path:
     assert re.sub(r" for \d+ s", "", heard[0]["sentence"]) == f"waits for {'; '.join(absent)}"
 
 
+def test_first_node_whose_port_is_in_use_names_the_option(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        options = ["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        (first,) = nodes(options, source="", tmp_path=tmp_path)
+        _, err = first.communicate(timeout=DEADLINE_S)
+    assert first.returncode == 1
+    assert f"another process listens on port {port} of this host; pass another port" in err.decode()
+
+
 def test_nodes_that_disagree_on_their_number_are_told(tmp_path: Path) -> None:
     endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--start-timeout", "6"]
     options = [["--nnodes", str(2 + k), "--node-rank", str(k), *endpoint] for k in (0, 1)]

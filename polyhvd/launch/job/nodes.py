@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib.metadata
 import os
 import secrets
@@ -260,7 +261,7 @@ def _lead(
     except LateError as error:
         result = _refused(f"{error} ({_patience_s(options):g} s; --start-timeout sets it)")
     except (ValueError, OSError) as error:
-        result = _refused(f"{_where(nodes)}{error}")
+        result = _refused(_why(nodes, error))
     except KeyboardInterrupt:
         result = Result(_INTERRUPTED_STATUS, "polyhvdrun was interrupted")
     finally:
@@ -299,8 +300,15 @@ def _refused(reason: str, status: int = 1) -> Result:
     return Result(status, reason)
 
 
-def _where(nodes: Nodes) -> str:
-    return f"port {nodes.port}: " if len(nodes.names) > 1 else ""
+def _why(nodes: Nodes, error: Exception) -> str:
+    if len(nodes.names) == 1:
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return (
+            f"another process listens on port {nodes.port} of this host; pass another port on all hosts, "
+            "with --rdzv-endpoint HOST:PORT"
+        )
+    return f"port {nodes.port}: {error}"
 
 
 def _run(spec: JobSpec, output: Output) -> Result:
