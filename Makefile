@@ -228,7 +228,7 @@ $(STAMPS)/docs: requirements/docs.txt
 	$(PYTHON) -m venv build/docs-env
 	$(SITE_PY) -m pip install -q --no-compile -r requirements/docs.txt && touch $@
 
-##@ docs     the documentation as a website in build/site; a broken link or reference is an error
+##@ docs     the documentation as a website in build/site; a broken link or a missing reference is an error
 .PHONY: docs
 docs: $(STAMPS)/docs $(STAMPS)/base | $(VERBS)
 	NO_MKDOCS_2_WARNING=1 $(SITE_PY) -m mkdocs -q build

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from polyhvd.shared import *
 
 __version__ = "0.1.0"
+"""Version of polyhvd."""
 
 #: Parts that are there as attributes without being imported by name.
 _PARTS = frozenset({"capabilities", "collectives", "config", "errors", "launch", "observe", "shared"})

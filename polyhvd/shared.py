@@ -66,8 +66,20 @@ __all__ = [
 ]
 
 Average = ReduceOp.Average
+"""Value of ``op=``: the average over the ranks."""
+
 Sum = ReduceOp.Sum
+"""Value of ``op=``: the sum over the ranks."""
+
 Adasum = ReduceOp.Adasum
+"""Value of ``op=``: the ranks' gradients combined by Adasum (Maleki et al., MLSys 2021). It sums orthogonal
+gradients, and averages parallel ones."""
+
 Min = ReduceOp.Min
+"""Value of ``op=``: the elementwise minimum over the ranks."""
+
 Max = ReduceOp.Max
+"""Value of ``op=``: the elementwise maximum over the ranks."""
+
 Product = ReduceOp.Product
+"""Value of ``op=``: the elementwise product over the ranks."""

@@ -122,5 +122,5 @@ class _World(ProcessSet):
         return "global_process_set"
 
 
-#: All ranks.
 global_process_set: ProcessSet = _World()
+"""The process set of all ranks."""

@@ -274,7 +274,15 @@ class CastCompressor(Generic[T]):
 
 
 class Compression:
-    """``Compression.none``, ``.fp16`` and ``.bf16`` of one framework."""
+    """Values of ``compression=``: the dtype in which gradients are sent.
+
+    ``Compression.none`` sends them as they are, ``Compression.fp16`` as float16, and ``Compression.bf16`` as
+    bfloat16.
+
+    Example::
+
+        optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.fp16)
+    """
 
     def __init__(self, adapter: FrameworkAdapter[Any]) -> None:
         self.none = NO_COMPRESSION
