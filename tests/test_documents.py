@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -60,6 +61,113 @@ def test_functions_that_documents_name_stand_in_the_file_beside_them() -> None:
             missing.append(f"{document.name}: {match[1]} in {match[2]}")
     assert not missing
     assert len(list(found(PLACE))) > 20
+
+
+#: A block of Python on a page, and its indentation.
+PROGRAM = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+#: A line of tests/surface/*.txt: a module, or one of its names.
+RECORDED = re.compile(r"^(?:\[(?P<module>[\w.]+)\]|(?:class )?(?P<name>\w+).*)$", re.MULTILINE)
+
+
+@functools.cache
+def recorded() -> dict[str, set[str]]:
+    """Return the public names of each module in tests/surface/."""
+    names: dict[str, set[str]] = {}
+    for path in (ROOT / "tests" / "surface").glob("*.txt"):
+        module = ""
+        for match in RECORDED.finditer(path.read_text()):
+            module = match["module"] or module
+            names.setdefault(module, set()).update(filter(None, [match["name"]]))
+    return names
+
+
+@functools.cache
+def names_of(module: str) -> set[str] | None:
+    """Return the recorded names of a module, or else those of ``__all__`` in its source, if it has one."""
+    if module in recorded():
+        return recorded()[module]
+    places = [ROOT / folder / Path(*module.split(".")[1:]) for folder in ("polyhvd", "frameworks")]
+    for path in [*(place / "__init__.py" for place in places), *(Path(f"{place}.py") for place in places)]:
+        for node in ast.parse(path.read_text()).body if path.is_file() else ():
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                return set(ast.literal_eval(node.value))
+    return None
+
+
+def is_public(path: str) -> bool:
+    """Return whether a name such as ``polyhvd.torch.allreduce`` is public, but do not check methods."""
+    parent, _, name = path.rpartition(".")
+    if not parent:
+        return path == "polyhvd"
+    names = names_of(parent)
+    if names is None:
+        return is_public(parent)
+    has_submodules = parent == "polyhvd" or parent not in recorded()
+    return name in names or (has_submodules and names_of(path) is not None)
+
+
+def imports(program: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the variables that imports of polyhvd set, and the paths of their values."""
+    for node in ast.walk(program):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                yield item.asname or item.name, item.name
+        elif isinstance(node, ast.ImportFrom):
+            for item in node.names:
+                yield item.asname or item.name, f"{node.module}.{item.name}"
+
+
+def unknown_names(program: ast.Module) -> list[str]:
+    """Return the names of polyhvd in a program that are not public.
+
+    A part of a program may use ``hvd`` without importing it: a framework must have its names.
+    """
+    imported = [(name, path) for name, path in imports(program) if path.split(".")[0] == "polyhvd"]
+    unknown = [path for _, path in imported if names_of(path) is None and not is_public(path)]
+    values = {"polyhvd": ["polyhvd"]}
+    for name, path in imported:
+        values.setdefault(name, []).append(path)
+    values.setdefault("hvd", [f"polyhvd.{path.stem}" for path in (ROOT / "tests" / "surface").glob("*.txt")])
+    for node in ast.walk(program):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"\w+(?:\.\w+)+", used := ast.unparse(node)):
+            name, _, member = used.partition(".")
+            if name in values and not any(is_public(f"{value}.{member}") for value in values[name]):
+                unknown.append(used)
+    return unknown
+
+
+def test_programs_of_documents_compile_and_use_public_names() -> None:
+    wrong = []
+    count = 0
+    for document, match in found(PROGRAM):
+        text = "".join(line.removeprefix(match[1]) for line in match[2].splitlines(keepends=True))
+        count += 1
+        try:
+            compile(text, document.name, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            wrong.append(f"{document.name}: {error}:\n{text}")
+        else:
+            wrong += [f"{document.name}: {name}" for name in unknown_names(ast.parse(text))]
+    assert not wrong
+    assert count > 80
+
+
+@pytest.mark.parametrize(
+    ("program", "unknown"),
+    [
+        ("import polyhvd.torch as hvd\nhvd.alreduce(x)", ["hvd.alreduce"]),
+        ("import polyhvd.torch as hvd\nhvd.elastic.GluonState()", ["hvd.elastic.GluonState"]),
+        ("import polyhvd.numpy as hvd\nhvd.DistributedOptimizer(x)", ["hvd.DistributedOptimizer"]),
+        ("import polyhvd.torch as hvd\nhvd.Compression.fp16.compress(x)\nhvd.elastic.TorchState()", []),
+        ("from polyhvd.ray import RayExecuter, RayExecutor", ["polyhvd.ray.RayExecuter"]),
+        ("import polyhvd.spark.torchs", ["polyhvd.spark.torchs"]),
+        ("polyhvd.spark.run_elastc(train)", ["polyhvd.spark.run_elastc"]),
+        ("hvd.brodcast_parameters(model)\nhvd.DistributedTrainer(model)", ["hvd.brodcast_parameters"]),
+        ("from polyhvd.spark.torch import TorchEstimator\nTorchEstimator(x).fit(y)", []),
+    ],
+)
+def test_names_that_are_not_public_are_found(program: str, unknown: list[str]) -> None:
+    assert unknown_names(ast.parse(program)) == unknown
 
 
 def test_every_atomic_of_the_core_and_the_backends_has_its_reason() -> None:

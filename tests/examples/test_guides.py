@@ -98,10 +98,9 @@ SESSIONS = [session for path in PAGES for session in sessions(path)]
 
 
 def mark(session: Session) -> list[pytest.MarkDecorator]:
-    """Programs of frameworks other than PyTorch and NumPy, and other launchers, repeat what these show."""
-    if "torchrun" in session.commands:
-        return [pytest.mark.slow]
-    return [] if session.module in ("torch", "numpy") else [pytest.mark.nightly]
+    """Return ``slow`` for frameworks that start slowly, and for other launchers."""
+    is_fast = session.module in ("torch", "numpy") and "torchrun" not in session.commands
+    return [] if is_fast else [pytest.mark.slow]
 
 
 def in_order(lines: list[str]) -> list[str]:
