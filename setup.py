@@ -64,7 +64,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
         super().finalize_options()
 
     def get_ext_filename(self, ext_name: str) -> str:
-        """Where the library of an extension lies in the package."""
+        """Return the path of an extension's library in the package."""
         if ext_name.rpartition(".")[2] == "_native":  # asked for with its package, and without
             return f"{ext_name.replace('.', '/')}.so"
         return str(super().get_ext_filename(ext_name))

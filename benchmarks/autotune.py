@@ -79,7 +79,7 @@ class Job:
         return float(self.hvd.broadcast(np.array([value]), 0, name="agreed")[0])
 
     def seconds(self, values: Values, steps: int) -> float:
-        """Of a step with these values, which all ranks work with by then."""
+        """Return the seconds of a step with these values, which all ranks use by then."""
         from polyhvd.runtime import current
 
         if self.hvd.rank() == 0:

@@ -39,7 +39,7 @@ class World:
 
     @property
     def begun(self) -> float:
-        """When the last rank began its first step."""
+        """The time at which the last rank began its first step."""
         return max(event["at"] for event in self.first.values())
 
 

@@ -30,7 +30,7 @@ COUNTED = "*::counted_calls*"
 
 
 def compiler() -> str:
-    """Of the program, as far as it can be known: by its own words."""
+    """Return the compilers that the program's ELF comment names."""
     comment = subprocess.run(
         ["readelf", "-p", ".comment", str(PROGRAM)], capture_output=True, text=True, check=True
     ).stdout

@@ -49,7 +49,7 @@ class Pair:
 
     @property
     def added(self) -> list[float]:
-        """Of each turn, what the second took more than the first."""
+        """The time by which polyhvdrun was slower than the bare start, in each turn."""
         return [one - other for one, other in zip(self.polyhvdrun, self.bare, strict=True)]
 
 

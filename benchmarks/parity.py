@@ -144,7 +144,7 @@ MODELS: dict[str, tuple[Any, ...]] = {
 
 @contextlib.contextmanager
 def hooked(net: Any) -> Iterator[None]:
-    """With hooks at all places of a watch, which do nothing."""
+    """Install hooks that do nothing at all places where a watch has them."""
     from polyhvd.parity.models import reader_of, weights_of
     from polyhvd.parity.recording import layers_of
 
@@ -159,7 +159,7 @@ def hooked(net: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(net: Any) -> Iterator[None]:
-    """With a watch, which has to find nothing."""
+    """Watch the model; no divergence may be found."""
     from polyhvd import parity
 
     with parity.watch(net.model, net.optimizer) as watch:
@@ -169,7 +169,7 @@ def watched(net: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(_: Any) -> Iterator[None]:
-    """As it is."""
+    """Add nothing to the model."""
     yield
 
 
@@ -215,7 +215,7 @@ def rank(framework: str, steps: int, blocks: int, out: Path) -> None:
 
 
 def measure(framework: str, folder: Path, *, quick: bool) -> list[dict[str, Any]]:
-    """Of one framework, by a job of two ranks."""
+    """Measure one framework in a job of two ranks."""
     out = folder / f"parity.{framework}.json"
     launcher = [sys.executable, "-m", "polyhvd.launch", "-np", "2"]
     effort = [str(_STEPS), str(2 if quick else _BLOCKS)]

@@ -28,7 +28,7 @@ class Workload:
 
     @property
     def bytes(self) -> int:
-        """Of one rank's tensors."""
+        """The size of one rank's tensors."""
         return sum(self.elements) * ITEM_SIZES[self.dtype]
 
 

@@ -533,7 +533,7 @@ class Settings(_Table):
 
     @property
     def flight_folder(self) -> str:
-        """Where flight dumps go; empty when they are turned off or there is no such place."""
+        """The folder of flight dumps; empty if they are turned off or the machine has no suitable folder."""
         if not self.flight_recorder or self.flight_dir:
             return self.flight_dir if self.flight_recorder else ""
         try:

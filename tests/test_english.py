@@ -38,16 +38,20 @@ HABITS = {
     rf"\b{_PART} (?:whom?|wants?)\b": "that, which; request",
     r"(?<!\bthere )\b(?:is|are) no (?!longer|more|such|different|way)[a-z]+": "is not a, are not",
 }
-#: At the start of docstrings of functions, except for properties.
-OPENING = re.compile(r"(?:Whether|Those|Who|Whose|What)\b")
-REWRITE_OF_OPENING = "begin with a verb: Return whether ..., Return the ..."
+_PREPOSITIONS = "Of|As|Where|When|For|With"
+#: At the start of docstrings of functions and classes.
+OPENING = re.compile(rf"(?:Whether|Those|Who|Whose|What|{_PREPOSITIONS})\b")
+#: At the start of docstrings of properties.
+OPENING_OF_PROPERTY = re.compile(rf"(?:{_PREPOSITIONS})\b")
+REWRITE_OF_OPENING = "Return whether ..., Return the ...; for a class or property: The ..."
 
 
 class Text(NamedTuple):
     path: Path
     line: int
     text: str
-    is_docstring_of_function: bool = False
+    #: Words with which it may not begin.
+    opening: re.Pattern[str] | None = None
 
 
 def files(*patterns: str) -> list[Path]:
@@ -81,16 +85,16 @@ def of_python(path: Path) -> Iterator[Text]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield Text(path, token.start[0], token.string.lstrip("#: "))
-    openings = set()
+    openings = {}
     for node in ast.walk(tree := ast.parse(source)):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
         is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
-        if isinstance(node.body[0], ast.Expr) and not is_property:
-            openings.add(node.body[0].value)
+        if isinstance(node.body[0], ast.Expr):
+            openings[node.body[0].value] = OPENING_OF_PROPERTY if is_property else OPENING
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield Text(path, node.lineno, re.sub(r"``[^`]*``", "``", node.value), node in openings)
+            yield Text(path, node.lineno, re.sub(r"``[^`]*``", "``", node.value), openings.get(node))
 
 
 def of_cpp(path: Path) -> Iterator[Text]:
@@ -105,7 +109,7 @@ def habits_in(text: Text) -> Iterator[str]:
         for habit, rewrite in HABITS.items()
         for match in re.finditer(habit, text.text, re.IGNORECASE)
     ]
-    if text.is_docstring_of_function and (opening := OPENING.match(text.text)):
+    if text.opening is not None and (opening := text.opening.match(text.text)):
         found.append((opening, REWRITE_OF_OPENING))
     for match, rewrite in found:
         line = text.line + text.text.count("\n", 0, match.start())
@@ -133,7 +137,36 @@ def test_the_habits_are_found() -> None:
         "There is no limit.",
     ):
         assert not list(habits_in(Text(ROOT / "x.md", 1, sentence))), sentence
-    assert list(habits_in(Text(ROOT / "x.py", 1, "Whether there are any.", is_docstring_of_function=True)))
+
+
+DOCSTRINGS = '''
+class Moments:
+    """Of the joined batch."""
+
+    @property
+    def failed(self):
+        """Whether the job has failed."""
+
+    @cached_property
+    def heading(self):
+        """Of its section."""
+
+    def rate(self):
+        """As in the last step."""
+
+def pending():
+    """Whether there are any."""
+
+def waiting():
+    """Return whether ranks wait. Where they do, they are listed."""
+'''
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(DOCSTRINGS)
+    found = [line for text in of_python(path) for line in habits_in(text._replace(path=ROOT / "module.py"))]
+    assert {line.split(":")[1] for line in found} == {"3", "11", "14", "17"}
 
 
 @pytest.mark.parametrize(

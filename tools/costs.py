@@ -47,7 +47,7 @@ class Cost:
         self.events.update(row["events"])  # type: ignore[call-overload]
 
     def columns(self) -> list[str]:
-        """As the table has them."""
+        """Return the columns of the table."""
         processes = self.events["p"] + self.events["f"]
         counts = [processes, *(self.events[letter] for letter in IMPORTS)]
         return [f"{self.cpu_s:.0f}", f"{self.wall_s:.0f}", *map(str, counts)]

@@ -125,7 +125,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """Where it says that the first divergence is."""
+        """The place of the first divergence that it reports."""
         first = self.first
         if "kind" not in first:
             return self.message if self.detected else "nothing"

@@ -57,7 +57,7 @@ class Release:
 
     @property
     def heading(self) -> str:
-        """Of its section in the changelog, without the date."""
+        """The heading of its section in the changelog, without the date."""
         return f"## [{self.version}]"
 
     def git(self, *words: str) -> str:

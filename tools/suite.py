@@ -86,7 +86,7 @@ def end_of(output: str) -> str:
 
 
 def end_together(process: subprocess.Popen[str], others: list[subprocess.Popen[str]]) -> None:
-    """With -x, interrupt the other processes when this one has failed, but not when it was interrupted."""
+    """Interrupt the others with -x if this process has failed, but not if it was interrupted."""
     if process.wait() not in (0, _NOTHING_COLLECTED, _INTERRUPTED) and "-x" in sys.argv:
         for other in others:
             with contextlib.suppress(ProcessLookupError):

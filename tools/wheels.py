@@ -91,7 +91,7 @@ class Wheel:
 
     @property
     def folder(self) -> Path:
-        """Where it is built."""
+        """The folder in which it is built."""
         return WORK / self.platform.machine / self.tag
 
     def settings(self, compiler: str) -> dict[str, object]:
@@ -212,7 +212,7 @@ def _debian_headers(version: str) -> Path | None:
 
 
 def _mirror() -> str | None:
-    """Where this machine's apt finds Debian."""
+    """Return the mirror of Debian that this machine's apt uses."""
     for file in (Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))):
         if file.is_file() and (
             found := re.search(r"^[^#\n]*?(https?://\S+/debian)/?(\s|$)", file.read_text(), re.MULTILINE)

@@ -22,7 +22,7 @@ class Peer(abc.ABC):
 
     @cached_property
     def meeting(self) -> Meeting:
-        """Where its ranks can wait for each other without their library."""
+        """The place at which its ranks wait for each other without their library."""
         return Meeting(self.rank, self.size)
 
     @abc.abstractmethod
@@ -66,7 +66,7 @@ class Reducer(Peer):
 
     @abc.abstractmethod
     def paths(self) -> dict[str, Callable[[list[Any], str], Any]]:
-        """For each path a function of the tensors and of a name; it returns the results."""
+        """Return a function for each path, which takes the tensors and a name, and returns the results."""
 
     def reducing(self, workload: Workload) -> Call | None:
         """The call for a workload of tensors, after one whose sums were right."""

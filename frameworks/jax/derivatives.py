@@ -288,7 +288,7 @@ def alltoall(
 def _exchange(
     tensor: jax.Array, splits: Any, name: str | None, process_set: ProcessSet
 ) -> tuple[jax.Array, jax.Array, list[int]]:
-    """With the rows from each as numbers, too; these are empty where it was recorded."""
+    """Return the rows, their numbers from each rank, and these as integers, or none if it was recorded."""
     (rows,) = _rows_of((tensor,), "alltoall", name)
     received: list[int] = []
 

@@ -60,7 +60,7 @@ class _JaxExchange(Exchange[jax.Array]):
         return functions.value(gradient)
 
     def mark_of(self, keys: Sequence[Any]) -> int:
-        """Of the tree: keys are numbers of its leaves."""
+        """Return the mark of the tree, whose leaves have the keys as numbers."""
         return self.mark
 
     def marker(self, like: jax.Array, mark: int) -> jax.Array:
@@ -168,13 +168,13 @@ def _names(structure: Any) -> list[str]:
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
 ) -> Callable[..., tuple[Any, Any]]:
-    """As ``jax.value_and_grad``, with gradients that are reduced over the ranks; the value is this rank's.
+    """Differentiate like ``jax.value_and_grad``, and reduce the gradients, not the value, over the ranks.
 
     Args:
         fun: a loss of this rank's data, a scalar; with ``has_aux`` a pair of it and anything else.
         argnums: positions of the arguments by which it is differentiated.
         has_aux: whether ``fun`` returns such a pair.
-        options: as of :class:`DistributedGradients`.
+        options: see :class:`DistributedGradients`.
 
     Returns:
         A function of the arguments of ``fun`` that returns the value and the gradients.
@@ -205,13 +205,13 @@ def value_and_grad(
 def grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
 ) -> Callable[..., Any]:
-    """As ``jax.grad``, with gradients that are reduced over the ranks.
+    """Differentiate like ``jax.grad``, and reduce the gradients over the ranks.
 
     Args:
-        fun: as of :func:`value_and_grad`.
-        argnums: likewise.
-        has_aux: likewise.
-        **options: likewise.
+        fun: see :func:`value_and_grad`.
+        argnums: see :func:`value_and_grad`.
+        has_aux: see :func:`value_and_grad`.
+        **options: see :func:`value_and_grad`.
 
     Returns:
         A function of the arguments of ``fun`` that returns the gradients; with ``has_aux`` a pair of them and

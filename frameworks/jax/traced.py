@@ -77,7 +77,7 @@ _EXIT_GRACE_S = 10.0
 
 
 class _Effect(_effects.Effect):  # type: ignore[misc]
-    """Of all collectives: JAX keeps them all, in the order of the program."""
+    """The effect of all collectives: JAX executes all of them, in the order of the program."""
 
     def __repr__(self) -> str:
         return "a collective of polyhvd.jax"
@@ -256,7 +256,7 @@ def run(collective: Collective, tensors: Sequence[jax.Array]) -> list[jax.Array]
 
 @_collective.def_impl  # type: ignore[misc]
 def _now(*tensors: jax.Array, collective: Collective) -> list[jax.Array]:
-    """Of a recorded function that is run without being compiled."""
+    """Run the collective of a recorded function that is not compiled."""
     settle()
     return [jax.numpy.asarray(result) for result in collective(*map(np.asarray, tensors))]
 

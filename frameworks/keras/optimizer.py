@@ -81,12 +81,12 @@ class _Exchange(Exchange[Tensor]):
 
     @torch.compiler.disable
     def with_overflow_of(self, gradient: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """With infinity, or NaN for zero, in each place."""
+        """Return the gradient, or infinity (NaN for zero) in each element if another one is not finite."""
         are_finite = all(bool(torch.as_tensor(other).to_dense().isfinite().all()) for other in others)
         return gradient if are_finite else torch.as_tensor(gradient) * float("inf")
 
     def name_of(self, source: Any) -> str:
-        """Of a variable of Keras."""
+        """Return the path of a variable of Keras."""
         return path_of(source)
 
     def marker(self, like: Tensor, mark: int) -> Tensor:

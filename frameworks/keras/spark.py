@@ -282,7 +282,7 @@ class _KerasTrainer(Trainer):
 
     @staticmethod
     def preparing(job: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        """As of :class:`Trainer`."""
+        """Implement :meth:`Trainer.preparing`."""
         _select_gpu(job.params["use_gpu"])  # TensorFlow cannot change its GPUs after it has made a variable
         saved, custom, _, _ = cloudpickle.loads(job.payload)
         model, params = _Saved.load(saved["model"], custom), job.params
@@ -424,7 +424,7 @@ class _Noting(keras.callbacks.Callback):  # type: ignore[misc]
         self.run.finish_epoch(epoch, history, self.shapes, self.state)
 
     def state(self) -> bytes:
-        """Of model and optimizer, with the learning rate for one rank."""
+        """Return the state of model and optimizer, with the learning rate for one rank."""
         optimizer = self.model.optimizer
         rate = getattr(self.rate.optimizer, "_learning_rate", None)
         arrays = {f"weight{number}": value for number, value in enumerate(self.model.get_weights())}

@@ -99,7 +99,7 @@ class FabricStrategy(Ranks, fabric.strategies.ParallelStrategy):  # type: ignore
 
 
 class _NoSync:
-    """For ``fabric.no_backward_sync(model)``."""
+    """Implements ``fabric.no_backward_sync(model)``."""
 
     def __init__(self) -> None:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -279,7 +279,7 @@ class _Strategy(PolyhvdStrategy):
         self._data, self._state, self._ends_on_nan = data, state, ends_on_nan
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Lightning, of the weighted loss."""
+        """Compute the gradients of the weighted loss."""
         if self._ends_on_nan and not torch.isfinite(closure_loss).all():
             raise ValueError(f"fit(): the loss is {float(closure_loss.sum())}, and terminate_on_nan is set")
         return super().backward(closure_loss * self._data.weight, optimizer, *args, **kwargs)
@@ -478,10 +478,10 @@ class _Noting(pl.callbacks.Checkpoint):  # type: ignore[misc]
             run.replace_state(lambda: _saved({**loaded, _FITTED: weights}))
 
     def _rows(self, name: str) -> int:
-        """Of this rank, over which a metric is a mean."""
+        """Return the number of this rank's rows, over which a metric is averaged."""
         validation = self._validation
         return max(1, self._data.rows if validation is None or name[:3] != "val" else validation.rows)
 
     def state(self) -> bytes:
-        """Of the module, the optimizers and the loops, as Lightning writes it to its files."""
+        """Return the state of the module, the optimizers and the loops in the format of Lightning's files."""
         return _saved(self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False))

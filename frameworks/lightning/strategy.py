@@ -90,7 +90,7 @@ class PolyhvdStrategy(Ranks, pl.strategies.ParallelStrategy):  # type: ignore[mi
     # Models and optimizers ---------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """As in Lightning; ``Trainer(sync_batchnorm=True)`` converts to polyhvd's layers."""
+        """Set up the strategy; ``Trainer(sync_batchnorm=True)`` converts to polyhvd's layers."""
         if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and self._layer_sync is not None:
             if type(self._layer_sync) is layer_sync.TorchSyncBatchNorm:
                 self.model = hvd.convert_sync_batchnorm(self.model)

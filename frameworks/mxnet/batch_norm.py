@@ -135,7 +135,7 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
 
 
 def _doubles(arrays: Any) -> list[NDArray]:
-    """As vectors of float64."""
+    """Return the arrays as vectors of float64."""
     return [array.as_nd_ndarray().reshape((-1,)).astype("float64") for array in arrays]
 
 
@@ -322,13 +322,13 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
         return y.as_np_ndarray() if is_np else y
 
     def _wire_name(self, F: Any) -> str:
-        """Of the layer, the same on all ranks: two layers may be in flight together, in any order."""
+        """Return the layer's name, the same on all ranks: several layers may be in flight, in any order."""
         if F is mx.nd and not mx.autograd.is_training():
             return "none"  # evaluation exchanges nothing: a single rank may do it
         return f"SyncBatchNorm.{_numbers.of(self, self._process_set)}"
 
     def _generation(self, F: Any) -> int:
-        """Of the world that a call belongs to; 0: a symbol belongs to the one in which it runs."""
+        """Return the generation of the world of a call; 0: a symbol belongs to the world in which it runs."""
         return current.world().placement.generation if F is mx.nd and mx.autograd.is_training() else 0
 
     def _of_nothing(self, x: Any, *others: Any) -> Any:

@@ -171,7 +171,7 @@ class GluonSession(Session):
         return "adagrad", {**options, "wd": 0.0, "eps": wanted.epsilon}  # which would decouple it
 
     def compute(self, inputs: Any, targets: Any, *, is_first: bool, is_last: bool) -> float:
-        """With autograd."""
+        """Return the loss, and compute the gradients with autograd."""
         if is_first and self.case.optimizer.accumulate > 1:
             for item in self._trained:
                 item.zero_grad()

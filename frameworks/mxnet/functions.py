@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 class _WithSparse(MxnetCollectives):
-    """Of a row_sparse array, an allreduce sends only the rows that a rank has."""
+    """Collectives whose allreduce sends only the rows that a rank has of a row_sparse array."""
 
     def allreduce_async(
         self, tensor: NDArray, *, in_place: bool = False, blocking: bool = False, **arguments: Any

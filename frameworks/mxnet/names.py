@@ -42,7 +42,7 @@ def unnamed(kind: OpKind, process_set: int) -> Unnamed:
 
 
 def turn_of(name: str) -> ctypes.c_uint64:
-    """For native.cc: 0 when the program has given the name."""
+    """Return the turn of a name for native.cc; 0: the program has set the name."""
     return name.turn if type(name) is Unnamed else _NAMED
 
 
@@ -52,7 +52,7 @@ def derived(name: str, suffix: str) -> str:
 
 
 def places_of(names: Sequence[str]) -> dict[int, int]:
-    """For the index of each parameter of a Gluon trainer, the number that it has on every rank.
+    """Return the number that each parameter of a Gluon trainer has on every rank, by its index.
 
     A trainer sorts a dict by names, which have counters of the process: "dense10" comes before "dense9".
     Other orders are the program's, and stay.

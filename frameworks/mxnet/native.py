@@ -204,7 +204,7 @@ def _caller() -> bytes:
 
 
 def _priority(priority: int) -> int:
-    """As MXNet's engine has it, an int of C: a model may count in other numbers, and further."""
+    """Return the priority within the range of MXNet's type, a C int; a model may use larger numbers."""
     return max(-(2**31), min(operator.index(priority), 2**31 - 1))
 
 

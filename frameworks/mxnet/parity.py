@@ -107,7 +107,7 @@ _DENSE, _CPU = 0, 1
 
 
 def view_of(source: Any) -> _core.TensorRef | None:
-    """Where an array lies, or the first one of a parameter, when its values are there.
+    """Return a view of an array, or of the first array of a parameter, when its values are computed.
 
     Args:
         source: an array or a parameter.
@@ -175,7 +175,7 @@ def _layout(block: Block | None, role: str, shape: tuple[int, ...]) -> Layout:
 
 
 def _stored(name: str, array: NDArray) -> Weight:
-    """Of a file."""
+    """Return an array of a file as a weight."""
 
     def write(values: Any) -> None:
         array[:] = mx.nd.array(values, dtype=values.dtype)

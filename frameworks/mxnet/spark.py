@@ -184,7 +184,7 @@ class _GluonTrainer(LoopTrainer):
     """Training on a rank."""
 
     def load(self) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.load`."""
         params = self.run.params
         self._net, optimizer, values = pickle.loads(self.run.job.payload)
         self._device = mx.cpu()
@@ -210,31 +210,31 @@ class _GluonTrainer(LoopTrainer):
             self.elastic_state().imported(pickle.loads(self.run.checkpoint.state))
 
     def start(self) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.start`."""
         broadcast_parameters(self._net.collect_params(), root_rank=0)
         broadcast_optimizer_state(self._trainer, root_rank=0)
 
     def seed(self, number: int) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.seed`."""
         mx.random.seed(number)
 
     def rates(self) -> list[float]:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.rates`."""
         _, optimizer = optimizer_of(self._trainer)
         return [] if optimizer.lr_scheduler is not None else [optimizer.lr]
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.set_rates`."""
         _, optimizer = optimizer_of(self._trainer)
         for rate in rates:
             optimizer.lr = rate
 
     def elastic_state(self, **values: Any) -> GluonState:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.elastic_state`."""
         return GluonState(self._net, self._trainer, **values)
 
     def begin_pass(self) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.begin_pass`."""
         for metric in self._all_metrics():
             metric.reset()
 
@@ -242,17 +242,17 @@ class _GluonTrainer(LoopTrainer):
         return [self._loss, *(metric for _, metric in self._metrics)]
 
     def sums(self) -> Any:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.sums`."""
         return np.array([[float(getattr(metric, name)) for name in SUMS] for metric in self._all_metrics()])
 
     def set_sums(self, values: Any) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.set_sums`."""
         for metric, numbers in zip(self._all_metrics(), values.tolist(), strict=True):
             for name, number in zip(SUMS, numbers, strict=True):
                 setattr(metric, name, number)
 
     def step(self, batch: Any, *, is_training: bool) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.step`."""
         inputs, labels, weights = self._arrays(batch)
         with autograd.record() if is_training else autograd.pause():
             outputs = self._outputs(inputs)
@@ -278,7 +278,7 @@ class _GluonTrainer(LoopTrainer):
         self.passes = (self.passes + 1) % self._per_step
 
     def end_pass(self, *, is_training: bool) -> dict[str, Any]:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.end_pass`."""
         while is_training and self.passes:  # without further gradients
             for parameter in self._net.collect_params().values():
                 parameter.zero_grad()
@@ -329,7 +329,7 @@ class _GluonTrainer(LoopTrainer):
         return total
 
     def state(self) -> bytes:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.state`."""
         values = self.elastic_state().exported()
         for rate in self.base_rates():
             values["trainer"]["attributes"] = {**values["trainer"]["attributes"], "lr": rate}

@@ -109,7 +109,7 @@ def start_sum(
 
 
 def _wire_dtype(tensor: RowSparseNDArray, compression: Compressor) -> Any:
-    """Of the values as they are sent, also by a rank that has none."""
+    """Return the dtype of the values that are sent, also for a rank that does not have any."""
     if compression is NO_COMPRESSION:
         return tensor.dtype
     sent, _ = compression.compress(mx.nd.zeros((1,), dtype=tensor.dtype))
@@ -158,7 +158,7 @@ def _failure(handle: Any) -> Exception | None:
 def spread(
     tensors: Mapping[str, RowSparseNDArray], process_set: ProcessSet
 ) -> list[tuple[np.ndarray[Any, Any], NDArray]]:
-    """For each array, sorted indices of the rows that any rank has, and this rank's values there.
+    """Return for each array sorted indices of the rows that any rank has, and this rank's values there.
 
     Values are zero where the rank has no row. When no rank has any, there are no indices, and one row of
     zeros all the same, since MXNet has no arrays without rows. Waits until the arrays are computed and all

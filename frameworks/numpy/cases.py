@@ -69,7 +69,7 @@ class NumpySession(Session):
         return lambda array: verbs.allreduce(array, name=name, process_set=process_set)
 
     def weights(self) -> list[Weight]:
-        """Of the blocks."""
+        """Return the weights of the blocks."""
         return [
             _weight(f"{number}.{role.replace(' ', '_')}", role, block)
             for number, block in enumerate(self.model.blocks())
@@ -153,7 +153,7 @@ class NumpySession(Session):
             weight -= self._change(place, gradient, rate).astype(np.float32)
 
     def rate(self) -> float:
-        """Of the last step."""
+        """Return the learning rate of the last step."""
         return self._rate
 
     def states_of(self, weight: Weight) -> dict[str, Any]:

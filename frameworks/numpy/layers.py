@@ -205,12 +205,12 @@ class View(Block):
         self._forward, self._backward = forward, backward
 
     def forward(self, x: Array) -> Array:
-        """As given."""
+        """Call the given ``forward``."""
         self._shape = x.shape
         return self._forward(x)
 
     def backward(self, g: Array) -> Array:
-        """As given."""
+        """Call the given ``backward``."""
         return np.ascontiguousarray(self._backward(g, self._shape)).astype(g.dtype)
 
 
@@ -227,7 +227,7 @@ class Dense(Block):
         return made + self.weights["bias"] if "bias" in self.weights else made
 
     def backward(self, g: Array) -> Array:
-        """Of kernel, bias and input."""
+        """Add the gradients of kernel and bias, and return that of the input."""
         rows, x = g.reshape(-1, g.shape[-1]), self._x.reshape(-1, self._x.shape[-1])
         self.gradients["kernel"] += rows.T @ x
         if "bias" in self.weights:
@@ -251,7 +251,7 @@ class Convolution(Block):
         return view[:, :, :: self._stride, :: self._stride], height, width
 
     def forward(self, x: Array) -> Array:
-        """With zeros around the image."""
+        """Convolve an image, padded with zeros."""
         sides = (self._padding, self._padding)
         self._x = np.pad(x, ((0, 0), (0, 0), sides, sides))
         windows, _, _ = self._windows(self._x)
@@ -260,7 +260,7 @@ class Convolution(Block):
         return made + self.weights["bias"][:, None, None] if "bias" in self.weights else made
 
     def backward(self, g: Array) -> Array:
-        """Of kernel, bias and input."""
+        """Add the gradients of kernel and bias, and return that of the input."""
         windows, height, width = self._windows(self._x)
         self.gradients["kernel"] += np.tensordot(g, windows, axes=((0, 2, 3), (0, 2, 3)))
         if "bias" in self.weights:
@@ -305,7 +305,7 @@ class BatchNorm(Block):
         return made
 
     def backward(self, g: Array) -> Array:
-        """Of scale, offset and input; those of the weights are this rank's part."""
+        """Add this rank's part of the gradients of scale and offset, and return the gradient of the input."""
         self.gradients["scale"] += (g * self._normal).sum(axis=self._axes)
         self.gradients["offset"] += g.sum(axis=self._axes)
         by_scale = g * self.weights["scale"].reshape(self._form)
@@ -331,7 +331,7 @@ class LayerNorm(Block):
         return made
 
     def backward(self, g: Array) -> Array:
-        """Of scale, offset and input."""
+        """Add the gradients of scale and offset, and return that of the input."""
         axes = tuple(range(g.ndim - 1))
         self.gradients["scale"] += (g * self._normal).sum(axis=axes)
         self.gradients["offset"] += g.sum(axis=axes)
@@ -383,7 +383,7 @@ class Embedding(Block):
         return made
 
     def backward(self, g: Array) -> Array:
-        """Of the table; numbers have no gradient."""
+        """Add the gradient of the table; numbers do not have a gradient."""
         np.add.at(self.gradients["table"], self._x, g)
         return g
 
@@ -515,7 +515,7 @@ class Attention(Block):
         return self._out(self._join(self._a @ self._v))
 
     def backward(self, g: Array) -> Array:
-        """Of all four layers, and of the input."""
+        """Add the gradients of all four layers, and return that of the input."""
         of_mixed = self._split(self._out.backward(g))
         of_v, of_a = self._a.swapaxes(2, 3) @ of_mixed, of_mixed @ self._v.swapaxes(2, 3)
         of_scores = self._a * (of_a - (of_a * self._a).sum(axis=-1, keepdims=True)) * self._factor

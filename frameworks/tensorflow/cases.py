@@ -19,19 +19,19 @@ __all__ = ["KerasSession"]
 
 
 class Convolution(keras.layers.Conv2D):
-    """With zeros at all sides: "same" of a convolution with strides has other sides than other frameworks."""
+    """Pads all sides with zeros; with strides, TensorFlow's "same" pads other sides than other frameworks."""
 
     def __init__(self, edge: int, **options: Any) -> None:
         super().__init__(**options)
         self.edge = edge
 
     def call(self, x: Any) -> Any:
-        """Of what has zeros around it."""
+        """Pad the input with zeros, and convolve it."""
         sides = (self.edge, self.edge)
         return super().call(tf.pad(x, ((0, 0), sides, sides, (0, 0))))
 
     def compute_output_shape(self, shape: Any) -> Any:
-        """Of an image that is larger."""
+        """Return the shape for the padded image."""
         batch, height, width, channels = shape
         return super().compute_output_shape((batch, height + 2 * self.edge, width + 2 * self.edge, channels))
 
@@ -77,7 +77,7 @@ class _Tape(tf.GradientTape):  # type: ignore[misc]
     """Keeps what it returns, which a tape that is made of it reduces."""
 
     def gradient(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever."""
+        """Return the gradients of the tape, and keep them."""
         self.local = super().gradient(*args, **kwargs)
         return self.local
 
@@ -165,7 +165,7 @@ class KerasSession(Session):
         return made.Adagrad(wanted.rate, initial_accumulator_value=0.0, epsilon=wanted.epsilon)
 
     def compute(self, inputs: Any, targets: Any, *, is_first: bool, is_last: bool) -> float:
-        """With a tape, not compiled: hooks would see nothing. The last part reduces the sum."""
+        """Use a tape, not compiled, because hooks would see nothing. The last part reduces the sum."""
         wanted = tf.constant(targets)
         with _Tape() as tape:
             outputs = self.model(tf.constant(self._given(inputs)), training=True)

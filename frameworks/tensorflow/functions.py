@@ -90,7 +90,7 @@ class TensorflowFunctions(Functions[tf.Tensor]):
         device_dense: str = "",
         device_sparse: str = "",
     ) -> Any:
-        """Of tf.IndexedSlices, tf.IndexedSlices."""
+        """Reduce a tensor; the result for tf.IndexedSlices is tf.IndexedSlices."""
         if compression is NO_COMPRESSION and not isinstance(tensor, tf.IndexedSlices):
             # A fast path: for a small tensor, Python's part takes as long as the collective.
             if device_dense or device_sparse:

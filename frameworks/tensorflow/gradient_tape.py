@@ -32,7 +32,7 @@ class _Mixin:
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """As the tape's, then reduced over the ranks.
+        """Return the tape's gradients, reduced over the ranks.
 
         Args:
             target, sources, output_gradients, unconnected_gradients: as of the tape.

@@ -28,7 +28,7 @@ def build_before_branching(optimizer: Any, variables: list[Any] | None) -> None:
 
 
 def _without_xla(supports_jit: Any) -> Any:
-    """Of ``model_supports_jit``: a model that calls collectives cannot be compiled by XLA."""
+    """Return a ``model_supports_jit`` that is false if a model calls collectives: XLA cannot compile it."""
 
     @functools.wraps(supports_jit)
     def model_supports_jit(model: Any) -> bool:

@@ -106,7 +106,7 @@ def _all_utf8(frame: Any) -> bool:
 
 
 def _line(path: str, number: int) -> str:
-    """As UTF-8 has it: a file name in another encoding stands escaped."""
+    """Return the file name and the number, as valid UTF-8: a name in another encoding is escaped."""
     name = path.rpartition("/")[2].encode("utf-8", "backslashreplace").decode()
     return f"{name}:{number}"
 

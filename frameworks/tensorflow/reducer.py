@@ -117,7 +117,7 @@ class TensorflowExchange(Exchange[Any]):
         return sparse.divided(gradient, divisor)
 
     def with_overflow_of(self, gradient: Any, others: Sequence[Any]) -> Any:
-        """With infinity in each place."""
+        """Return the gradient, or infinity in each element if one of the others is not finite."""
         are_slices = isinstance(gradient, tf.IndexedSlices)
         values = tf.convert_to_tensor(gradient.values if are_slices else gradient)
         local = [other.values if isinstance(other, tf.IndexedSlices) else other for other in others]
@@ -126,7 +126,7 @@ class TensorflowExchange(Exchange[Any]):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if are_slices else values
 
     def name_of(self, source: Any) -> str:
-        """Of a variable; an eager tensor has no name."""
+        """Return the path of a variable; an eager tensor does not have one."""
         return "a tensor" if isinstance(source, tf.Tensor) else path_of(source)
 
     def marker(self, like: Any, mark: int) -> tf.Tensor:

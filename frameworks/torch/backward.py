@@ -51,7 +51,7 @@ class _Group:
 
     @property
     def name(self) -> str:
-        """Of the request; another one for a part, so that both recur and stay in the response cache."""
+        """The name of the request, another one for a part: both recur, and stay in the response cache."""
         part = "" if len(self.held) == len(self.positions) else ".part"
         return f"group.{self.number}{part}"
 

@@ -45,7 +45,7 @@ def _other_dimensions(tensor: Tensor) -> list[int]:
 
 
 def local_statistics(x: Tensor) -> Tensor:
-    """Of each channel of this rank's batch: count, mean, sum of squared deviations; ``[3, C]``."""
+    """Return count, mean and sum of squared deviations of each channel of this rank's batch; ``[3, C]``."""
     wide, dimensions = _wide(x), _other_dimensions(x)
     count = x.numel() // max(x.shape[1], 1)
     if count == 0:

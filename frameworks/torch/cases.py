@@ -178,7 +178,7 @@ class TorchSession(Session):
                 state["square_avg"].add_(wanted.epsilon * (1.0 / wanted.rho - 1.0))
 
     def compute(self, inputs: Any, targets: Any, *, is_first: bool, is_last: bool) -> float:
-        """With autograd."""
+        """Return the loss, and compute the gradients with autograd."""
         if is_first:
             self._optimizer.zero_grad()
             self._local.clear()
@@ -235,7 +235,7 @@ class TorchSession(Session):
             self._add_epsilon(begins=False)
 
     def states_of(self, weight: Weight) -> dict[str, Any]:
-        """Of the optimizer, without the epsilon that the state has for RMSProp and Adagrad."""
+        """Return the states of the optimizer, without the epsilon that RMSProp and Adagrad add to theirs."""
         found = super().states_of(weight)
         wanted = self.case.optimizer
         extra = {"rmsprop": wanted.epsilon / wanted.rho, "adagrad": wanted.epsilon}.get(wanted.name, 0.0)

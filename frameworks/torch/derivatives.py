@@ -69,7 +69,7 @@ def _within(world: World | None) -> Functions[Tensor]:
 
 
 def _generation(world: World | None) -> int:
-    """For backward, which must not reach another world than forward."""
+    """Return the generation of forward, because backward must not reach another world."""
     return (world or current.world()).placement.generation
 
 

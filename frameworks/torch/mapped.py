@@ -127,7 +127,7 @@ class MappedOptimizer(torch.optim.Optimizer):
             self._mapped.awaited_in_step = True
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As of the optimizer."""
+        """Reset the optimizer's gradients, and end the step."""
         super().zero_grad(*args, **kwargs)
         self._mapped.end_step()
 

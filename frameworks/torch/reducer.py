@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class TorchExchange(Exchange[Tensor]):
-    """For gradients of parameters, by their positions.
+    """Exchanges gradients of parameters, by their positions.
 
     Args:
         parameters: the optimizer's; more may come. A sparse gradient is replaced, where it was reduced.

@@ -67,7 +67,7 @@ class Registry:
         current.on_change(self._restart)
 
     def number(self, gradients: Gradients, process_set: ProcessSet) -> int:
-        """Of an optimizer, the same on every rank."""
+        """Return the number of an optimizer, the same on every rank."""
         return self._numbers.of(gradients, process_set)
 
     def _restart(self, engine: object) -> None:
@@ -100,7 +100,7 @@ class Registry:
         board.add(gradients, gradients.count)
 
     def _board(self, process_set: ProcessSet, suffix: str) -> Board:
-        """Where the calling thread holds rounds; ``suffix`` ends the names of a new board."""
+        """Return the board of the calling thread's rounds; ``suffix`` ends the names of a new board."""
         boards = self._own.boards
         if process_set not in boards:
 

@@ -193,7 +193,7 @@ class _TorchTrainer(LoopTrainer):
     """Training on a rank."""
 
     def load(self) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.load`."""
         params = self.run.params
         self._model, self._optimizer, self._values = cloudpickle.loads(self.run.job.payload)
         self._input_shapes = shapes_of(self._values["input_shapes"], self.features)
@@ -212,7 +212,7 @@ class _TorchTrainer(LoopTrainer):
         self._losses = self._made_losses()
 
     def start(self) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.start`."""
         broadcast_parameters(self._model.state_dict(), root_rank=0)
         broadcast_optimizer_state(self._optimizer, root_rank=0)
         options = {"backward_passes_per_step": self._values["backward_passes_per_step"]}
@@ -221,15 +221,15 @@ class _TorchTrainer(LoopTrainer):
         self._optimizer = DistributedOptimizer(self._optimizer, self._model.named_parameters(), **options)
 
     def seed(self, number: int) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.seed`."""
         torch.manual_seed(number)
 
     def rates(self) -> list[float]:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.rates`."""
         return [group["lr"] for group in self._optimizer.param_groups]
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.set_rates`."""
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
@@ -249,24 +249,24 @@ class _TorchTrainer(LoopTrainer):
         return [called(make, known) for make in per_column(constructors, self.labels)]
 
     def elastic_state(self, **values: Any) -> TorchState:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.elastic_state`."""
         return TorchState(self._model, self._optimizer, **values)
 
     def begin_pass(self) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.begin_pass`."""
         names = ["loss", *(name for group in self._names for name in group)]
         self._sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in names}
 
     def sums(self) -> Any:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.sums`."""
         return np.array(list(self._sums.values()))
 
     def set_sums(self, values: Any) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.set_sums`."""
         self._sums = dict(zip(self._sums, values.tolist(), strict=True))
 
     def step(self, batch: Any, *, is_training: bool) -> None:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.step`."""
         if self._model.training != is_training:
             self._model.train(is_training)
         inputs, labels, weights = self._tensors(batch)
@@ -295,7 +295,7 @@ class _TorchTrainer(LoopTrainer):
             self._sums[name][1] += rows
 
     def end_pass(self, *, is_training: bool) -> dict[str, Any]:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.end_pass`."""
         if is_training and self.passes:
             self._step()
         averages = self.run.averaged({name: (pair[0], pair[1]) for name, pair in self._sums.items()})
@@ -379,7 +379,7 @@ class _TorchTrainer(LoopTrainer):
         return loss_of
 
     def state(self) -> bytes:
-        """As of :class:`LoopTrainer`."""
+        """Implement :meth:`LoopTrainer.state`."""
         optimizer = self._optimizer.state_dict()
         for group, rate in zip(optimizer["param_groups"], self.base_rates(), strict=True):
             group["lr"] = rate

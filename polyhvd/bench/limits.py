@@ -77,7 +77,7 @@ def link() -> Link | None:
 
 
 def _own_address() -> str:
-    """Where the other ranks reach this one."""
+    """Return the address at which the other ranks reach this one."""
     settings = current.world().settings
     if settings.interface:
         return network.address_of(settings.interface)

@@ -43,7 +43,7 @@ def rows_kept(rows: int, size: int) -> list[int]:
 def rows_before(
     reported: Sequence[Sequence[int]], position: int, size: int, totals: Sequence[int], name: str
 ) -> list[int]:
-    """For each tensor of an allgather, the rows that precede those of one member.
+    """Return for each tensor of an allgather the number of rows that precede those of one member.
 
     Ranks may have joined since the forward pass; their rows are then among the others, and not reported.
 

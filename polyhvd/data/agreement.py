@@ -114,7 +114,7 @@ class Agreement:
         self._difference: tuple[Any, dict[int, int], list[list[int]]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which compares by itself."""
+        """Return the state of a copy, which compares separately."""
         return {**self.__dict__, "_world": None, "_handle": None, "_text": b"", "_difference": None}
 
     def check(self, *, at_end: bool = False) -> None:

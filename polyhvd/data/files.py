@@ -150,7 +150,7 @@ class ParquetFiles:
         return [os.path.relpath(path, folder) for path in paths]
 
     def described(self) -> dict[str, str]:
-        """For the name of each file its rows and row groups, in words that differ if these do."""
+        """Return for each file name a text about its rows and row groups, which differs if these do."""
         sizes: list[list[tuple[int, ...]]] = [[] for _ in self.files]
         for group in self.groups:
             sizes[group.file].append(group[1:])

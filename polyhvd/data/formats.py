@@ -531,7 +531,7 @@ class _JsonFormat(TextFormat):
 
 
 def _number(text: str) -> int | float:
-    """Of JSON; one of thousands of digits is infinite."""
+    """Return a number of JSON; one of thousands of digits is infinite."""
     return int(text) if len(text) < 400 else float(text)
 
 

@@ -365,7 +365,7 @@ class Order:
         return groups if self._rows_alone else self._offsets[groups] + within
 
     def locate(self, epoch: int, runs: Sequence[Run]) -> tuple[Indices, Indices]:
-        """For each row of runs its row group, and which row of the group it is.
+        """Return for each row of runs its row group, and its place in the group.
 
         Args:
             epoch: of at least 0.
@@ -413,7 +413,7 @@ class Order:
         )
 
     def _sections(self, epoch: int, place: int, rows: int) -> list[Section]:
-        """Where consecutive rows of an epoch's sequence of groups are stored."""
+        """Return where consecutive rows of an epoch's sequence of groups are stored."""
         groups, starts = self._sequence(epoch)
         if self._single:
             return [Section(group, 0, 1) for group in groups[place : place + rows].tolist()]
@@ -443,7 +443,7 @@ class Order:
         return cached[1], cached[2]
 
     def _in_windows(self, epoch: int, run: Run) -> Indices:
-        """Where the rows of a run are in the sequence, after each window of the stream was shuffled."""
+        """Return the places of a run's rows in the sequence, after each window of the stream was shuffled."""
         length = self.length(run.stream)
         window = self.window or length
         parts = []

@@ -406,7 +406,7 @@ class ParquetLoader(FileLoader):
 
 
 def _streams_in_order(placement: Callable[[], tuple[int, int]] | None, rows: int, suitable: int) -> int:
-    """As many streams as ranks; of an elastic job, whose ranks change, so many as suit any number."""
+    """Return the number of ranks; in an elastic job, whose ranks change, a number that suits any of them."""
     world = current.find()
     if placement is None and world is not None and world.member is not None:
         return suitable

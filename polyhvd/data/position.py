@@ -123,7 +123,7 @@ class Position:
             self._agreement.check(at_end=at_end)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, whose position moves on its own."""
+        """Return the state of a copy, whose position moves separately."""
         return {**self.__dict__, "_under_way": deque(self._under_way)}
 
     @property

@@ -414,7 +414,7 @@ class Folder:
 
 
 def _write_arrays(stream: BinaryIO, arrays: dict[str, Array]) -> None:
-    """As ``numpy.savez``, which leaves an open file behind where the disk is full."""
+    """Write arrays in the format of ``numpy.savez``, which would leave a file open if the disk is full."""
     with zipfile.ZipFile(stream, "w") as file:
         for name, array in arrays.items():
             with file.open(f"{name}.npy", "w", force_zip64=True) as entry:

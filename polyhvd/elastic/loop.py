@@ -65,7 +65,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
 
 def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], Any]) -> Callable[Concatenate[S, P], T]:
-    """As :func:`run`, with your own function to enter the next world.
+    """Wrap a function like :func:`run`, with your own function to enter the next world.
 
     Args:
         func: takes the state first.

@@ -210,7 +210,7 @@ class Membership:
         return member in self._members
 
     def host_of(self, member: int) -> str:
-        """Where a member that lives is."""
+        """Return the host of a running member."""
         return self._members[member].host
 
     def awaits_place(self, member: int, after: int) -> bool:
@@ -458,7 +458,7 @@ class Membership:
         return self._finishing and not self._cut_short and self._world is not None and not self._world.lost
 
     def _joins_until(self, member: Member) -> float:
-        """When the others stop waiting for it; infinite: it is not joining."""
+        """Return when the others stop waiting for it; infinite: it is not joining."""
         since = float("inf") if member.joins_since is None or member.waiting else member.joins_since
         return since + max(self.limits.timeout_s, _PROLOGUE_S_MIN)
 

@@ -43,7 +43,7 @@ class Figure:
     data_s: float = 0.0  #: of own_s, in which it has waited for its data; likewise
 
     def encoded(self) -> bytes:
-        """As bytes for the store."""
+        """Return it as bytes for the store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod

@@ -105,7 +105,7 @@ class PlaceRequest:
         return self.call, self.commits
 
     def encoded(self) -> bytes:
-        """As bytes for the store."""
+        """Return it as bytes for the store."""
         return json.dumps(vars(self)).encode()  # asdict() would copy thousands of elements
 
     @classmethod
@@ -139,7 +139,7 @@ class PlaceReply:
     saves: bool = False  #: with generation 0: the job has failed, and this process writes its last commit
 
     def encoded(self) -> bytes:
-        """As bytes for the store."""
+        """Return it as bytes for the store."""
         return json.dumps(vars(self)).encode()  # asdict() would copy thousands of elements
 
     @classmethod

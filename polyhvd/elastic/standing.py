@@ -70,7 +70,7 @@ class Wait:
     because: str = ""
 
     def text(self, now: float) -> str:
-        """As a part of a sentence."""
+        """Return it as a part of a sentence."""
         since = "" if self.since is None else f" for {lasting(now - self.since)}"
         until = "" if self.until is None else f" for {lasting(self.until - now)} more"
         return f"{self.name}: {self.why}{since}{until}" + (f" ({self.because})" if self.because else "")

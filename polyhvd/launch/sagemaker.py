@@ -153,7 +153,7 @@ def variables(here: Container) -> dict[str, str]:
 
 
 def code_dir() -> Path:
-    """Where SageMaker's toolkit has the program of the user."""
+    """Return the folder in which SageMaker's toolkit stores the user's program."""
     return _base() / "code"
 
 
@@ -173,12 +173,12 @@ def write_failure(text: str) -> None:
 
 
 def model_dir() -> str | None:
-    """Where this rank saves the model: SageMaker's folder on rank 0, and None on all others.
+    """Return the folder in which this rank saves the model: SageMaker's on rank 0, None on all others.
 
     SageMaker uploads what the hosts have in that folder as one archive, so only one rank may write there.
 
     Returns:
-        SM_MODEL_DIR, or /opt/ml/model where that is not set; None on a rank other than 0.
+        SM_MODEL_DIR, or /opt/ml/model if that is not set; None on a rank other than 0.
 
     Raises:
         NotInitializedError: ``init()`` has not been called.
@@ -194,9 +194,9 @@ def model_dir() -> str | None:
 
 
 def checkpoint_dir() -> str:
-    """Where checkpoints go that SageMaker copies to S3 while the job runs, and back when it starts again.
+    """Return the folder that SageMaker copies to S3 while the job runs, and restores when it restarts.
 
-    It is there on every host when the estimator has a ``checkpoint_s3_uri``. Either give
+    It exists on every host if the estimator has a ``checkpoint_s3_uri``. Either give
     each rank's files different names, or write only on rank 0.
 
     Example::

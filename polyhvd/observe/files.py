@@ -14,7 +14,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def opener(path: str, flags: int) -> int:
-    """For ``open()``: a FIFO in place of the file is an error, or empty, but never blocks."""
+    """Open a file for ``open()``, without blocking: a FIFO in its place is an error, or empty."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 

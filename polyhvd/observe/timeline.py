@@ -152,7 +152,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Stay:
-    """When the last of some ranks entered a batch, and the first left it, in microseconds."""
+    """The times when the last of some ranks entered a batch and the first left it, in microseconds."""
 
     entered: float
     left: float
@@ -189,7 +189,7 @@ def _measured_us(own: Sequence[Trace], base: Sequence[Trace]) -> float:
 
 
 def _clocks(traces: Sequence[Trace]) -> dict[tuple[str, int], Clock]:
-    """Of each machine, with the first trace's as the reference."""
+    """Return the clock of each machine, with the first trace's as the reference."""
     by_clock: dict[tuple[str, int], list[Trace]] = {}
     for trace in traces:
         by_clock.setdefault(trace.clock, []).append(trace)

@@ -308,7 +308,7 @@ def _limited(limit_s: float) -> Iterator[None]:
 
 
 def _kinds(case: Case, framework: str) -> set[str]:
-    """Of the layers of a case that is described by them."""
+    """Return the types of a case's layers; empty unless the case is described by its layers."""
     if case.precision == "float32" or (FRAMEWORKS[framework].made_by != "" and case.name not in CASES):
         return set()  # what builds a model of a framework imports it
     made = case.of(framework)

@@ -239,7 +239,7 @@ def _check_names(names: Sequence[str], ranks: Sequence[int]) -> None:
 
 
 def _entry(found: Comparison) -> dict[str, Any]:
-    """For the log."""
+    """Return the entry of a comparison in the log."""
     first: dict[str, Any] = {}
     if found.differences:
         worst = found.differences[0]
@@ -298,7 +298,7 @@ def _broadcast(name: str, mine: Array, root: int, process_set: ProcessSet) -> Ar
 
 
 def _difference(rank: int, mine: Array, reference: Array, tolerance: Tolerance) -> tuple[Difference, float]:
-    """Of two arrays of one shape and dtype, and the largest error by what is allowed.
+    """Return the difference of arrays of one shape and dtype, and the largest error by what is allowed.
 
     Its ``count`` is 0 if no element is beyond the tolerance.
     """

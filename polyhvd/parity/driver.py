@@ -112,7 +112,7 @@ class Driver(abc.ABC):
     def gradients(
         self, function: Callable[..., Sequence[Any]], arrays: Sequence[Array], weights: Sequence[Array]
     ) -> list[Array]:
-        """Of the sum of the results of ``function(*tensors)``, each weighted, by every tensor."""
+        """Return the gradients of the weighted sum of ``function(*tensors)``'s results by every tensor."""
         raise NotImplementedError(f"{self.name} has no gradients")
 
     @property

@@ -34,7 +34,7 @@ NAMES = {"plain": "one process, without polyhvd", "one": "1 rank", "all": "{rank
 
 @dataclass(frozen=True)
 class Finding:
-    """Where two runs part first.
+    """The first divergence of two runs.
 
     Args:
         step: counted from 0.
@@ -66,7 +66,7 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """Where to look."""
+        """Advice about where to look."""
         return ADVICE[self.kind]
 
 

@@ -113,7 +113,7 @@ def _work(task: Task) -> SideResult:
 
 
 def _weights(adapter: Any, model: Any, file: Any, task: Task) -> list[Weight]:
-    """Of a model, with the layouts that the model file has for its framework."""
+    """Return the weights of a model, with the layouts that the model file has for its framework."""
     layouts = getattr(file, "layouts", {}).get(task.framework, {})
     return models.laid_out(adapter.weights_of(model), layouts, f"layouts[{task.framework!r}]")
 

@@ -63,7 +63,7 @@ class Page:
 
     @property
     def traces(self) -> dict[Key, Trace]:
-        """Of each tensor, by what it is called."""
+        """The trace of each tensor, by its key."""
         return {facts.key: Trace.of(facts, row) for facts, row in zip(self.facts, self.rows[1:], strict=True)}
 
 
@@ -133,10 +133,10 @@ def _cut(rows: Array) -> list[Array]:
 
 
 class Plan:
-    """Whether pages agree at a glance.
+    """Decides quickly whether pages agree.
 
-    It accepts only what :func:`polyhvd.parity.limits.differences` takes for rounding, and leaves to that what
-    has to be looked at with care.
+    It accepts only differences that :func:`polyhvd.parity.limits.differences` attributes to rounding. That
+    function checks all others.
 
     Args:
         sides: of each rank, what its tensors are.

@@ -128,7 +128,7 @@ def ran(model: Any, weights: Sequence[Weight], inputs: Sequence[Array]) -> Ran:
 
 
 def finding(mine: Ran, other: Ran, pairs: Mapping[str, str]) -> Finding | None:
-    """Where a model differs from the one whose weights it has; None: their outputs agree.
+    """Return where a model differs from the one whose weights it has; None: their outputs agree.
 
     Args:
         mine: of the model.

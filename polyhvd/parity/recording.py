@@ -28,7 +28,7 @@ _WHOLE = "float32"
 
 
 def layers_of(weights: Sequence[Weight]) -> list[Weight]:
-    """Of each layer with weights the first one."""
+    """Return the first weight of each layer with weights."""
     found: list[Weight] = []
     for weight in weights:
         if weight.layer is not None and all(weight.layer is not known.layer for known in found):
@@ -361,7 +361,7 @@ class Recorder:
             )
 
     def gradients(self, kind: str, gradient_of: Callable[[Weight], Any]) -> None:
-        """Of all weights.
+        """Record the gradients of all weights.
 
         Args:
             kind: "gradient" or "average".
@@ -454,7 +454,7 @@ class Recorder:
         self._note_weight("statistics", place, (new - last).astype(np.float32), "variance")
 
     def _note_part(self, kind: str, place: int, tensor: Any, factor: float, dtype: str) -> None:
-        """Of a gradient, or of what an optimizer keeps."""
+        """Record a gradient, or a tensor that an optimizer keeps."""
         weight, shape = self.weights[place], tuple(tensor.shape)
         array = tensor if isinstance(tensor, np.ndarray) else array_of(tensor)[1]
         if dtype:

@@ -130,7 +130,7 @@ def _checks(entries: Sequence[dict[str, Any]], of_rank: Sequence[str]) -> list[C
 
 
 def _joined(before: Check, check: Check) -> Check:
-    """Of two calls of one name: the first difference, and the largest of both."""
+    """Combine two calls of one name: the first difference, and the largest of both."""
     worst = dict(before.worst)
     for kind, value in check.worst.items():
         worst[kind] = max(value, worst.get(kind, value))
@@ -170,7 +170,7 @@ def _concluded(report: Report, entries: Sequence[dict[str, Any]], job: Job, of_r
 
 
 def _ended(report: Report, job: Job, of_rank: Sequence[str]) -> Report:
-    """Of programs that have failed, or were late."""
+    """Return the report of programs that failed or exceeded the time limit."""
     launcher_lines, lines = job.launcher_lines(), job.tail(200)
     # The launcher prints the traceback of the rank that failed first again, at the end.
     last = max((place for place, line in enumerate(lines) if line.startswith("polyhvdrun: ")), default=-1)

@@ -55,7 +55,7 @@ class Session(abc.ABC):
         return reader_of(self.model)
 
     def weights(self) -> list[Weight]:
-        """Of the model, in the order of its layers."""
+        """Return the weights of the model, in the order of its layers."""
         found: list[Weight] = self._reader.weights_of(self.model)
         return found
 

@@ -262,7 +262,7 @@ class Watch:
         sides: Sequence[dict[Key, Trace]],
         apart: Sequence[_Apart],
     ) -> dict[str, Any]:
-        """For the log: the largest differences by kind, and by layer those by their limits."""
+        """Return an entry of the log: the largest difference by kind, and by layer relative to its limit."""
         worst: dict[str, float] = {}
         cells = [0.0] * len(self._recorder.layers)
         for key, (relative, limit) in (item for each in apart for item in each.items()):

@@ -252,7 +252,7 @@ class Jobs:
                 self._job.stop("the elastic job has ended: shutdown() has been called")
 
     def _room(self) -> Room | None:
-        """Where the job may start processes, from the thread that runs it; None: the discovery decides."""
+        """Return where the job may start processes, from the job's thread; None: the discovery decides."""
         if not isinstance(self._discovery, RayHostDiscovery):
             return None
         params = self._params

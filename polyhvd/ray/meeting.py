@@ -36,7 +36,7 @@ class Submit(Protocol):
 
 @dataclass(frozen=True)
 class Location:
-    """Where a process of Ray runs.
+    """The location of a process of Ray.
 
     Args:
         node: Ray's id of the node. Nodes of a test cluster share one address.

@@ -114,7 +114,7 @@ class KnownHosts:
 
 
 def _count(has: Mapping[str, float], needed: Mapping[str, float]) -> int:
-    """For how many ranks these resources are enough."""
+    """Return for how many ranks these resources are enough."""
     return int(min(has.get(name, 0) / amount + _ROUNDING for name, amount in needed.items()))
 
 

@@ -88,7 +88,7 @@ class Greeting:
 
 @dataclass(frozen=True)
 class SessionKeys:
-    """With what one side of a connection signs, and with what it checks what the other side has signed."""
+    """The keys with which one side of a connection signs, and checks the signatures of the other."""
 
     send: bytes = field(repr=False)
     receive: bytes = field(repr=False)

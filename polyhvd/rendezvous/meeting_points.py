@@ -103,7 +103,7 @@ class MeetingPoint(abc.ABC):
     @property
     @abc.abstractmethod
     def description(self) -> str:
-        """Where rank 0 is looked for, for messages."""
+        """The place where ranks look for rank 0, for messages."""
 
     @abc.abstractmethod
     def _listen(self, generation: int) -> tuple[socket.socket, list[Place]]:
@@ -184,10 +184,10 @@ class MeetingPoint(abc.ABC):
 
 
 class UnixMeetingPoint(MeetingPoint):
-    """For ranks of one host and one user: a Unix socket, at both ends of which the kernel names the user.
+    """A Unix socket for ranks of one host and one user; at both ends, the kernel reports the user.
 
-    No secret is needed; one that is given has to be the same all the same. For the connections
-    between them the ranks get one that rank 0 makes.
+    A secret is not required; if one is given, it must be the same on all ranks. For connections between
+    each other, the ranks get a secret that rank 0 creates.
     """
 
     _knows_peers = True
@@ -197,7 +197,7 @@ class UnixMeetingPoint(MeetingPoint):
 
     @property
     def description(self) -> str:
-        """Where rank 0 is looked for."""
+        """The place where ranks look for rank 0."""
         return "rank 0 on this host"
 
     def _name(self, generation: int) -> str:
@@ -240,10 +240,10 @@ class UnixMeetingPoint(MeetingPoint):
 
 
 class PortMeetingPoint(MeetingPoint):
-    """For ranks that know the host of rank 0, and a secret: one of a few ports of that host.
+    """One of a few ports of rank 0's host, for ranks that know this host and a secret.
 
-    They follow from the job's name, and are none that the user has named: a program may
-    listen there itself, as torch.distributed does on MASTER_PORT.
+    The ports are derived from the job's name, and differ from ports that the user has set: a program may
+    listen on those itself, like torch.distributed on MASTER_PORT.
     """
 
     def __init__(self, key: str, secret: bytes, host: str) -> None:
@@ -253,7 +253,7 @@ class PortMeetingPoint(MeetingPoint):
 
     @property
     def description(self) -> str:
-        """Where rank 0 is looked for."""
+        """The place where ranks look for rank 0."""
         ports = ", ".join(map(str, self._ports()))
         problem = self._lookup.problem
         unresolved = f", whose address is not known here ({problem})" if problem else ""
@@ -292,7 +292,7 @@ class PortMeetingPoint(MeetingPoint):
 
 
 class FileMeetingPoint(MeetingPoint):
-    """For ranks of one user whose hosts share a file system: a file of mode 0600, which has the secret, too.
+    """A file of mode 0600, with the secret, for ranks of one user whose hosts share a file system.
 
     Args:
         key: see :class:`MeetingPoint`.
@@ -307,7 +307,7 @@ class FileMeetingPoint(MeetingPoint):
 
     @property
     def description(self) -> str:
-        """Where rank 0 is looked for."""
+        """The place where ranks look for rank 0."""
         return (
             f"the file {self._path}, in which rank 0 writes its address (do all hosts see that folder? "
             "POLYHVD_SHARED_DIR names another)"

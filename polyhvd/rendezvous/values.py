@@ -108,7 +108,7 @@ class Values(Generic[Peer]):
                 self._keep(scope, count, [w for w in gather.waiters if w.peer is not peer])
 
     def next_deadline(self) -> float | None:
-        """When :meth:`expired` has something to do."""
+        """Return when :meth:`expired` has something to do."""
         waiters = (w for g in self._gathers.values() for gather in g.values() for w in gather.waiters)
         return min((waiter.deadline for waiter in waiters), default=None)
 

@@ -52,7 +52,7 @@ class _Point:
 
 @dataclass(frozen=True)
 class _Sample:
-    """What the metrics are computed from."""
+    """The values that the metrics are computed from."""
 
     world: World
     counted: Mapping[str, int]
@@ -177,7 +177,7 @@ class _Meter:
         self._points = deque([_Point.of(world.began, world.counted)], maxlen=2)
 
     def begin(self, now: _Point) -> _Point:
-        """Where the rates that end now begin."""
+        """Return the point at which the rates that end now begin."""
         with self._lock:
             begin, last = self._points[0], self._points[-1]
             elapsed_s = now.at - last.at

@@ -91,7 +91,7 @@ def probe(settings: Settings) -> Found | str:
 
 
 def _folders_of_launcher() -> list[Path]:
-    """Where the launcher's own library would be, if an ancestor of this process is a launcher."""
+    """Return the folders of the launcher's own library, if an ancestor of this process is a launcher."""
     pid = "self"
     for _ in range(_GENERATIONS_MAX):
         try:
@@ -246,7 +246,7 @@ class MpiJob:
     server: Server | None = None
 
     def resolve(self, mine: Sequence[Sequence[int] | None]) -> list[list[list[int]]]:
-        """For each process set that every rank took from a communicator: all that ranks named there.
+        """Return for each process set that every rank took from a communicator all lists of its ranks.
 
         ``mine`` has None for a set made of ranks, which must be the same on all ranks.
         """
@@ -343,7 +343,7 @@ def _check_size(communicator: _core.MpiJobCommunicator, library: _core.MpiRuntim
 
 
 def _address(settings: Settings, hosts: Sequence[int], names: Sequence[str]) -> str:
-    """Where rank 0 can be reached by all."""
+    """Return the address at which all ranks reach rank 0."""
     if settings.interface:
         return network.address_of(settings.interface)
     others = [name for host, name in zip(hosts, names, strict=True) if host != hosts[0]]

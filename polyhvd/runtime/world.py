@@ -205,7 +205,7 @@ class World:
 
     @property
     def data_wait_s(self) -> float:
-        """For how many seconds steps of this world have waited for data on this rank."""
+        """The seconds for which steps of this world have waited for data on this rank."""
         return self._data_wait_ns / 1e9
 
     def on_sample(self, observe: Any) -> None:

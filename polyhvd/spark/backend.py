@@ -116,7 +116,7 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """As of :class:`Backend`; raises what :func:`polyhvd.spark.run` does."""
+        """Implement :meth:`Backend.run`; raises the errors of :func:`polyhvd.spark.run`."""
         variables = {**self._env, **(env or {})}
         return run(fn, args, kwargs, num_proc=self._num_proc, env=variables, **self._options)
 
@@ -129,14 +129,14 @@ class SparkBackend(Backend):
         min_num_proc: int | None = None,
         max_num_proc: int | None = None,
     ) -> list[Any]:
-        """As of :class:`Backend`; raises what :func:`polyhvd.spark.run_elastic` does."""
+        """Implement :meth:`Backend.run_elastic`; raises the errors of :func:`polyhvd.spark.run_elastic`."""
         sizes = _sizes(self._num_proc, min_num_proc, max_num_proc)
         return run_elastic(fn, args, kwargs, env={**self._env, **(env or {})}, **sizes, **self._options)
 
     def require_usable(
         self, *, is_elastic: bool, min_num_proc: int | None = None, max_num_proc: int | None = None
     ) -> None:
-        """As of :class:`Backend`."""
+        """Implement :meth:`Backend.require_usable`."""
         function: Callable[..., Any] = run_elastic if is_elastic else run
         caller = f"polyhvd.spark.{function.__name__}()"
         sizes = _sizes(self._num_proc, min_num_proc, max_num_proc) if is_elastic else {}
@@ -155,7 +155,7 @@ class SparkBackend(Backend):
             wanted_size(cluster, self._num_proc, caller)
 
     def num_processes(self) -> int:
-        """As of :class:`Backend`; 0: it is not known."""
+        """Implement :meth:`Backend.num_processes`; 0: it is not known."""
         return (find("SparkBackend").slots() or 0) if self._num_proc is None else self._num_proc
 
 
@@ -176,7 +176,7 @@ class LocalBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """As of :class:`Backend`; raises what :func:`polyhvd.run` does."""
+        """Implement :meth:`Backend.run`; raises the errors of :func:`polyhvd.run`."""
         return run_here(fn, args, kwargs, num_proc=self._num_proc, env=env)
 
     def run_elastic(
@@ -188,12 +188,12 @@ class LocalBackend(Backend):
         min_num_proc: int | None = None,
         max_num_proc: int | None = None,
     ) -> list[Any]:
-        """As of :class:`Backend`; raises what :func:`polyhvd.run` does."""
+        """Implement :meth:`Backend.run_elastic`; raises the errors of :func:`polyhvd.run`."""
         sizes = _sizes(self._num_proc, min_num_proc, max_num_proc)
         return run_here(fn, args, kwargs, env=env, **sizes)
 
     def num_processes(self) -> int:
-        """As of :class:`Backend`."""
+        """Implement :meth:`Backend.num_processes`."""
         return self._num_proc
 
 

@@ -82,7 +82,7 @@ class ClassicCluster(Cluster):
         self.lag_s = heartbeat_ms / 1e3 + _FLUSH_S
 
     def is_dynamic(self) -> bool:
-        """As of Spark's configuration, which has no effect for a local master."""
+        """Return whether Spark's configuration enables dynamic allocation, which a local master ignores."""
         is_set = self._scala.conf().getBoolean("spark.dynamicAllocation.enabled", False)
         return bool(is_set and not self._scala.isLocal())
 
@@ -105,7 +105,7 @@ class ClassicCluster(Cluster):
         self._context.cancelJobsWithTag(tag)
 
     def has_begun(self, tag: str) -> bool:
-        """As Spark's status store has it."""
+        """Return whether the job has begun, by Spark's status store."""
         job = self._job(tag)
         if job is None:
             return False
@@ -141,7 +141,7 @@ class ClassicCluster(Cluster):
         return made
 
     def driver_host(self) -> str:
-        """Where executors reach the JVM, which is on this host."""
+        """Return the address at which executors reach the JVM, which is on this host."""
         return str(self._scala.conf().get("spark.driver.host"))
 
     def _job(self, tag: str) -> Any:
@@ -169,7 +169,7 @@ class ConnectCluster(Cluster):
         self._has_begun = False
 
     def is_dynamic(self) -> bool:
-        """As of the configuration of the server."""
+        """Return whether the server enables dynamic allocation, which a local master ignores."""
         configured = self.session.conf.get
         master = configured("spark.master", "")
         is_local = master == "local" or master.startswith("local[")
@@ -205,7 +205,7 @@ class ConnectCluster(Cluster):
         self.session.interruptTag(tag)
 
     def has_begun(self, tag: str) -> bool:
-        """As the server has reported; with Spark 3.5, which reports nothing, always."""
+        """Return whether the server has reported it; always True with Spark 3.5, which reports nothing."""
         return self._has_begun
 
     def lost(self, tag: str) -> str:

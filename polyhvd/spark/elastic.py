@@ -153,7 +153,7 @@ def limits_of(
 
 
 def _address(interface: str, cluster: Cluster) -> str:
-    """Where this process listens."""
+    """Return the address on which this process listens."""
     if interface:
         return network.address_of(interface)
     found = socket.getaddrinfo(cluster.driver_host().strip("[]"), None, type=socket.SOCK_STREAM)

@@ -144,7 +144,7 @@ class ElasticJob(FunctionJob):
                 self._changed.wait(max(0.0, min(until - now, 1.0)))
 
     def stop(self, reason: str) -> None:
-        """As of FunctionJob."""
+        """Stop the job, and wake all threads that wait for its hosts."""
         super().stop(reason)
         with self._changed:
             self._changed.notify_all()

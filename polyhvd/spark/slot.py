@@ -42,7 +42,7 @@ _ID, _PARENTS_MAX = b"--executor-id", 4
 
 @dataclass(frozen=True)
 class Post:
-    """Where the driver is.
+    """The location of the driver.
 
     Args:
         endpoint: of its store.

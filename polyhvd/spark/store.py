@@ -130,7 +130,7 @@ class Store(abc.ABC):
 
 
 class Place(NamedTuple):
-    """Where a file or folder is, for :class:`polyhvd.data.ParquetLoader` and ``write_parquet``.
+    """The location of a file or folder, for :class:`polyhvd.data.ParquetLoader` and ``write_parquet``.
 
     Args:
         path: in the file system.
@@ -203,50 +203,50 @@ class FilesystemStore(Store):
         return os.path.abspath(os.path.expanduser(path)) if is_local else path
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.get_train_data_path`."""
         return _numbered(self._train_path, idx)
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.get_val_data_path`."""
         return _numbered(self._val_path, idx)
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.get_test_data_path`."""
         return _numbered(self._test_path, idx)
 
     def saving_runs(self) -> bool:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.saving_runs`."""
         return self._save_runs
 
     def get_runs_path(self) -> str:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.get_runs_path`."""
         return self._runs_path
 
     def get_run_path(self, run_id: str) -> str:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.get_run_path`."""
         return posixpath.join(self._runs_path, run_id)
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.get_checkpoint_path`."""
         return self._of_run(run_id, self.get_checkpoint_filename())
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.get_logs_path`."""
         return self._of_run(run_id, self.get_logs_subdir())
 
     def _of_run(self, run_id: str, name: str) -> str | None:
         return posixpath.join(self.get_run_path(run_id), name) if self._save_runs else None
 
     def get_checkpoint_filename(self) -> str:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.get_checkpoint_filename`."""
         return "checkpoint"
 
     def get_logs_subdir(self) -> str:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.get_logs_subdir`."""
         return "logs"
 
     def exists(self, path: str) -> bool:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.exists`."""
         self._filesystem.invalidate_cache()
         try:
             return self._is_there(self._found(path))
@@ -262,7 +262,7 @@ class FilesystemStore(Store):
         return True
 
     def read(self, path: str) -> bytes:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.read`."""
         self._filesystem.invalidate_cache()
         try:
             return bytes(self._filesystem.cat_file(self._found(path)))
@@ -270,7 +270,7 @@ class FilesystemStore(Store):
             raise DataError(f"{path!r} cannot be read: {in_a_line(error)}") from error
 
     def write(self, path: str, data: bytes) -> None:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.write`."""
         folder, name = posixpath.split(path)
         kinds = self._protocols()
         written = path if kinds & _WHOLE else posixpath.join(folder, f".{name}.{uuid.uuid4().hex}")
@@ -313,7 +313,7 @@ class FilesystemStore(Store):
         return posixpath.join(folder, f".{name}.former")
 
     def _found(self, path: str) -> str:
-        """Where the content of a file is: a write that was interrupted may have left it beside the path."""
+        """Return the path of a file's content: an interrupted write may have left it beside the path."""
         if self._protocols() & (_WHOLE | {"file"}) or self._is_there(path):
             return path
         former = self._former(path)
@@ -344,14 +344,14 @@ class FilesystemStore(Store):
         return {protocol} if isinstance(protocol, str) else set(protocol)
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.is_parquet_dataset`."""
         try:
             return bool(self.get_parquet_dataset(path).files)
         except DataError:
             return False
 
     def get_parquet_dataset(self, path: str) -> Any:
-        """As of :class:`Store`."""
+        """Implement :meth:`Store.get_parquet_dataset`."""
         import pyarrow.parquet as pq
 
         self._filesystem.invalidate_cache()

@@ -163,7 +163,7 @@ class Pool:
             raise
 
     def _meeting_place(self, secret: str) -> Server:
-        """Where the ranks find each other."""
+        """Return the server at which the ranks find each other."""
         return Server(parse_secret(secret), "127.0.0.1")
 
     def _start(self, placements: Sequence[Placement], secret: str) -> None:
@@ -242,7 +242,7 @@ class Pool:
         return True
 
     def answers(self) -> list[tuple[str, Any] | None]:
-        """Of each rank "value", "error" or "end" with what it is; None: it has not answered."""
+        """Return "value", "error" or "end" of each rank, with what it is; None: it has not answered."""
         return [rank.answer for rank in self._ranks]
 
     def log_sizes(self) -> list[int]:
@@ -254,7 +254,7 @@ class Pool:
         return [rank.printed_since(size) for rank, size in zip(self._ranks, sizes, strict=True)]
 
     def stacks(self) -> dict[int, str]:
-        """Where every rank is, in Python, that has not ended."""
+        """Return the Python stacks of each rank that has not ended."""
         running = [rank for rank in self._ranks if rank.process.poll() is None]
         for rank in running:
             rank.process.send_signal(signal.SIGUSR1)
@@ -423,7 +423,7 @@ class Pool:
         raise RankFailure(f"rank {rank.number} of {self.spec}:\n{value}{log}")
 
     def _stacks(self) -> str:
-        """Where every rank is, in Python, and what it has printed."""
+        """Return the Python stacks of each rank, and its output."""
         stacks = self.stacks()
         parts = []
         for rank in self._ranks:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Moments(NamedTuple):
-    """Of the joined batch, for every channel, in float64."""
+    """Moments of the joined batch for every channel, in float64."""
 
     count: Any
     mean: Any

@@ -363,9 +363,9 @@ def shapes_of(weights: Weights) -> Weights:
 
 
 class _Rows:
-    """What a rank sends: rows of rank, position and fingerprint. Ranks that have joined send none.
+    """The rows that a rank sends: rank, position and fingerprint. Ranks that have joined send none.
 
-    Hyperparameters have negative positions, and their float64 in place of the fingerprint.
+    Hyperparameters have negative positions, and their value as float64 instead of a fingerprint.
     """
 
     def __init__(
@@ -464,7 +464,7 @@ class _Rows:
     def _state_difference(
         self, states: Mapping[int, Mapping[int, int]], ranks: Sequence[int]
     ) -> Drift | None:
-        """Of which weights the optimizers of some ranks have different states; None if of none.
+        """Return for which weights the optimizers' states differ between ranks; None if for none.
 
         Args:
             states: checksums, by position of a weight that all ranks have, by rank.

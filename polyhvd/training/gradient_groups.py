@@ -81,7 +81,7 @@ class KeyGroups:
 
 
 def _split(positions: Sequence[int], count: int) -> list[list[int]]:
-    """As equal parts as possible, the first ones one longer, none of them empty."""
+    """Split positions into parts that are as equal as possible, the longer ones first, none of them empty."""
     count = min(count, len(positions))
     parts: list[list[int]] = []
     begin = 0

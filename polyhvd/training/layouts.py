@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def common_shape(self) -> tuple[int, ...]:
-        """Of the weight in common form."""
+        """The shape of the weight in common form."""
         return self.permuted_shape if self.common is None else self.common
 
     @property

@@ -178,12 +178,12 @@ class WeightMapping:
 
 
 def _tensor(array: Array) -> Any:
-    """As the core reads it: NumPy's own protocols know no bfloat16."""
+    """Return the array as a tensor of the core: NumPy's own protocols do not support bfloat16."""
     return _core.TensorRef(array.ctypes.data, array.shape, str(array.dtype), array)
 
 
 def _first_difference(sides: Sequence[tuple[int, str, list[tuple[Any, ...]]]]) -> str | None:
-    """Where the ranks' models begin to differ, in words; None: nowhere."""
+    """Return where the ranks' models begin to differ, in words; None: nowhere."""
     longest = max(len(weights) for _, _, weights in sides)
     for position in range(longest):
         each = [weights[position] if position < len(weights) else None for _, _, weights in sides]

@@ -167,7 +167,7 @@ class Exchange(Generic[T]):
         raise NotImplementedError
 
     def new_state(self) -> CompressorState:
-        """Where a :class:`KeyedCompressor` keeps its tensors."""
+        """Return a new place for the tensors of a :class:`KeyedCompressor`."""
         return CompressorState()
 
 
@@ -562,7 +562,7 @@ class GradientReducer(Generic[T]):
         self._pending.append((results, packed, False))
 
     def _key_names(self, keys: Mapping[Any, T], sources: Sequence[Any] | None) -> dict[Any, str]:
-        """Of gradients, for the compressor: in a step, a variable may be at another position than before."""
+        """Return the gradients' names for the compressor: a variable's position may change between steps."""
         if self._keyed is None:
             return {}
         if sources is None:

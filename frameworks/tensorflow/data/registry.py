@@ -184,7 +184,7 @@ class ComputeClient:
 
     @property
     def address(self) -> str:
-        """Of this host, by which the service is reached."""
+        """The address of this host at which the service is reached."""
         return self._client.address
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ def settings_of(content: Any, where: str, warn: Callable[[str], None]) -> dict[s
 
 
 def _check_twice(root: Any) -> None:
-    """Of a key that stands twice, which YAML forbids, PyYAML takes the last; raises ConfigFileError."""
+    """Raise ConfigFileError if a key is repeated: YAML forbids this, but PyYAML uses the last value."""
     sections = [value for _, value in root.value] if getattr(root, "id", "") == "mapping" else []
     for node in (root, *sections):
         seen: set[str] = set()

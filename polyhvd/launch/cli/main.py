@@ -404,7 +404,7 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _open_standard_streams() -> None:
-    """Where one is closed open the null device, lest a socket of ours get its number."""
+    """Open the null device for each closed standard stream, so that no socket gets its number."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -53,7 +53,7 @@ class Account:
         return decision
 
     def next_at(self, now: float) -> float:
-        """When :meth:`look` may have something to print, after now; infinite: never."""
+        """Return when :meth:`look` may have something to print, after now; infinite: never."""
         is_due = self._decision != self._printed and self._prints_at > now
         return self._prints_at if is_due else float("inf")
 

@@ -110,7 +110,7 @@ class Admission:
         return waiting
 
     def endpoint(self, number: int, numbers: Set[int]) -> str:
-        """Where ranks of a host meet those of the others; after commas, other endpoints, as hosts differ."""
+        """Return where ranks of a host meet the others; after commas, other endpoints, if hosts differ."""
         used = dict.fromkeys(self._endpoints[other] for other in sorted(numbers) if other in self._endpoints)
         if not used:
             return self._rendezvous.endpoint

@@ -71,7 +71,7 @@ class DrivenJob(Protocol):
         """End a process at once."""
 
     def endpoint(self, number: int, numbers: Set[int]) -> str:
-        """Where the ranks of the host of this number meet those of the hosts of these."""
+        """Return where the ranks of host ``number`` meet those of the hosts ``numbers``."""
 
     def report(self, text: str) -> None:
         """Print a line for the user."""

@@ -233,7 +233,7 @@ class Driver:
         )
 
     def next_at(self, now: float) -> float:
-        """When :meth:`turn` has something to do though nothing was received."""
+        """Return when :meth:`turn` has something to do even if nothing was received."""
         return min(self._membership.next_at(now), self._account.next_at(now))
 
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:

@@ -345,7 +345,7 @@ class HostChecks:
         return self._hosts[process].route
 
     def endpoint(self, process: HostAgent) -> str:
-        """Where ranks of a host reach the rendezvous; after commas, other endpoints, if hosts differ."""
+        """Return where a host's ranks reach the rendezvous; after commas, other endpoints if hosts differ."""
         used = dict.fromkeys(host.route.endpoint for host in self._hosts.values())
         own = self._hosts[process].route.endpoint
         return ",".join([own, *(other for other in used if other != own)])

@@ -135,7 +135,7 @@ def _examine_here(*, as_json: bool = False) -> tuple[list[str], bool]:
 
 
 def _allocation() -> list[str]:
-    """Where polyhvdrun would start ranks, in a job of a batch system."""
+    """Return a line about where polyhvdrun would start ranks, in a job of a batch system."""
     from polyhvd.launch.providers.allocation import find  # which ranks do not need
 
     try:

@@ -86,7 +86,7 @@ def _folder(path: str) -> str:
 
 
 def _program(argv: list[str], cwd: str, env: dict[str, str], version: str) -> dict[str, str]:
-    """Where a rank's program is on this host, and if it is a Python, which polyhvd that has."""
+    """Return where a rank's program is on this host, and if it is a Python, which polyhvd it has."""
     environment = {**os.environ, **env}
     environment.pop("POLYHVD_SECRET", None)
     name = argv[0]

@@ -71,7 +71,7 @@ def survey(packages: dict[str, list[str]], env: dict[str, str]) -> dict[str, Any
 
 
 def huge_pages() -> str:
-    """When the kernel gives transparent huge pages: "always", "madvise" or "never"; empty: unknown."""
+    """Return when the kernel uses transparent huge pages: "always", "madvise" or "never"; empty: unknown."""
     try:
         with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
             return file.read().partition("[")[2].partition("]")[0]

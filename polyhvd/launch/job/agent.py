@@ -537,7 +537,7 @@ class Agent:
             self._send(EXITED, rank, _NUMBER.pack(code) + reason.encode())
 
     def _stopped_until(self, pid: int) -> float:
-        """When to report a rank that is stopped, or to end it."""
+        """Return when to report a stopped rank, or to end it."""
         return self._stopped[pid] + (self._stopped_s if pid in self._reported else _STOPPED_S)
 
     def _report_stopped(self, now: float) -> None:

@@ -75,7 +75,7 @@ def _modules(modules: Sequence[ModuleType]) -> str:
 
 
 def _code(module: ModuleType) -> CodeType:
-    """As the import has left it in a file, where it could."""
+    """Return the code of a module, from the file in which the import has stored it, if it could."""
     load = getattr(module.__loader__, "get_code", None)  # of an InspectLoader
     code: CodeType | None = load(module.__name__) if load is not None else None
     return code or compile(_text(module), module.__name__, "exec")

@@ -47,7 +47,7 @@ class Agents:
         return self._posts[process].number
 
     def start_by(self, process: HostAgent) -> float:
-        """When it has to have answered, by ``time.monotonic()``."""
+        """Return when it must have answered, by ``time.monotonic()``."""
         return self._posts[process].start_by
 
     def has_ended(self, process: HostAgent, now: float) -> bool:

@@ -200,7 +200,7 @@ def _of_the_end(tail: Sequence[bytes]) -> Sequence[bytes]:
 
 
 def _starts(lines: Sequence[bytes]) -> list[int]:
-    """Where tracebacks begin, and what stands for one."""
+    """Return the indices of lines at which a traceback begins, or that replace one."""
     return [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK) or _LINE.match(line)]
 
 

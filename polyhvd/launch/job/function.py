@@ -332,7 +332,7 @@ def too_few_results(count: int, setting: str) -> RuntimeError:
 
 
 def _stream(file: TextIO | None, descriptor: int) -> int | TextIO:
-    """Where to print: what a notebook or a test has put in the place of a standard stream, or the stream."""
+    """Return the object that a notebook or a test uses as a standard stream, or else the descriptor."""
     if file is None:
         return descriptor
     try:

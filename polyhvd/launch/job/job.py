@@ -124,7 +124,7 @@ class Job:
 
     @property
     def cause(self) -> Ending | None:
-        """Of the job's failure, after :meth:`run`."""
+        """The cause of the job's failure, after :meth:`run`."""
         return self._verdict.cause
 
     @property
@@ -240,7 +240,7 @@ class Job:
     def start_member(
         self, member: int, place: Placement, host: Host, number: int, *, knows_rank: bool
     ) -> None:
-        """For the driver of an elastic job, see :class:`polyhvd.launch.elastic.driven.DrivenJob`."""
+        """Start a member, see :class:`polyhvd.launch.elastic.driven.DrivenJob`."""
         self._running.add(member)
         while self._output.size <= member:
             self._output.add_rank()
@@ -264,7 +264,7 @@ class Job:
         self._admission.when_fit(process, start)
 
     def kill_member(self, member: int) -> None:
-        """For the driver of an elastic job, see :class:`polyhvd.launch.elastic.driven.DrivenJob`."""
+        """Kill a member, see :class:`polyhvd.launch.elastic.driven.DrivenJob`."""
         for process in self._agents:
             if member in process.ranks:
                 process.send(agent.KILL, number=member)

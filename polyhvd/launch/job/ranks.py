@@ -50,10 +50,10 @@ class Ranks(Protocol):
         """Do what is due."""
 
     def next_at(self, now: float) -> float:
-        """When :meth:`turn` has something to do though ``wake`` is not readable."""
+        """Return when :meth:`turn` has something to do even if ``wake`` is not readable."""
 
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
-        """As :meth:`polyhvd.launch.job.policy.FailurePolicy.on_ending`."""
+        """See :meth:`polyhvd.launch.job.policy.FailurePolicy.on_ending`."""
 
     def refuse(self, number: int, problems: Sequence[Problem], now: float) -> set[int]:
         """The host of this number is not fit; returns the members that it was to have."""
@@ -112,7 +112,7 @@ class FixedRanks:
         return float("inf")
 
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
-        """As the policy decides; raises NotImplementedError where it wants a replacement."""
+        """Return the policy's decision; raises NotImplementedError if that is a replacement."""
         decision = self._policy.on_ending(ending, running, now)
         if isinstance(decision, StartReplacement):
             raise NotImplementedError(f"rank {ending.rank}: only an elastic job can replace its ranks")

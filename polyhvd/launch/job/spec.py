@@ -62,7 +62,7 @@ class JobSpec:
 
     @property
     def command(self) -> str:
-        """For messages: the program with its arguments, or all programs."""
+        """The program with its arguments, or all programs, for messages."""
         return " : ".join(" ".join(argv) for argv in [item.argv for item in self.programs] or [self.argv])
 
     @property
@@ -176,7 +176,7 @@ def working_directory() -> str:
 
 
 def address_of(spec: JobSpec, local: Sequence[bool]) -> str:
-    """Where the rendezvous of a job listens at first; ``local``: whether each host is this one.
+    """Return the first address of a job's rendezvous; ``local``: whether each host is this one.
 
     Raises:
         ValueError: there is no such interface, or the ranks of this host could not reach the rendezvous.

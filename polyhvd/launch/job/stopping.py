@@ -80,6 +80,6 @@ class Stopping:
             yield self._plan.pop(0)[1]
 
     def next_at(self) -> float:
-        """When something is due next; infinite: never."""
+        """Return when the next action is due; infinite: never."""
         times = [moment for moment, _ in self._plan[:1]]
         return min(times if self._failed_at is None else [*times, self._failed_at], default=float("inf"))

@@ -148,7 +148,7 @@ class _Coming:
 
 
 class Arrivals:
-    """Where the first host waits for the others.
+    """Waits on the first host for the others.
 
     Args:
         secret: that they prove.

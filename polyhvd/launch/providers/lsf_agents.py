@@ -135,7 +135,7 @@ def jsrun_command(
 
 
 def jsrun_path() -> str:
-    """Where jsrun is; raises ValueError."""
+    """Return the path of jsrun; raises ValueError if it is not found."""
     path = shutil.which("jsrun")
     if path is None:
         raise ValueError(

@@ -48,5 +48,5 @@ class Pbs:
         )
 
     def reach(self, allocation: Allocation, used: Sequence[str], options: argparse.Namespace) -> Reach:
-        """As ``--hosts`` does: this host directly, others by ssh."""
+        """Return that of ``--hosts``: this host directly, others by ssh."""
         return Reach()

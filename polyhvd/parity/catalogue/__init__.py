@@ -107,9 +107,9 @@ def _block(inputs: int, units: int, stride: int) -> list[Layer]:
 
 
 def _resnet18(_: str) -> list[Layer]:
-    """With a stem for small images, an eighth of the channels, and a function without a kink.
+    """Return a ResNet-18 with a stem for small images, an eighth of the channels, and GELU instead of ReLU.
 
-    Of a million ReLUs in a step some lie so close to 0 that rounding decides on which side.
+    Inputs of some of a million ReLUs in a step are so close to 0 that rounding decides their sign.
     """
     widths = (8, 16, 32, 64)
     made = [

@@ -125,7 +125,7 @@ def _short(level: float, span: float) -> str:
 
 
 def _stride(length: float) -> int:
-    """Of round numbers from 0 to a length, with which there are not too many of them."""
+    """Return the distance between round numbers from 0 to a length, so that there are not too many."""
     return next(
         stride
         for stride in (digit * unit for unit in _POWERS for digit in (1, 2, 5))

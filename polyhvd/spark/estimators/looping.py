@@ -230,7 +230,7 @@ class LoopTrainer(Trainer):
 
     @abc.abstractmethod
     def state(self) -> bytes:
-        """Of model and optimizer, with :meth:`base_rates`."""
+        """Return the state of model and optimizer, with :meth:`base_rates`."""
 
 
 def _over_ranks(values: Array) -> Array:

@@ -65,7 +65,7 @@ class SynchronizedNormalization:
             raise self._polyhvd_invalid(f"SyncBatchNormalization: {error}") from None
 
     def get_config(self) -> dict[str, Any]:
-        """Of the base class, and the ranks of ``process_set`` unless it is all of them."""
+        """Return the base class's configuration, with the ranks of ``process_set`` unless these are all."""
         config: dict[str, Any] = super().get_config()  # type: ignore[misc]
         given = self._polyhvd_process_set
         if given is global_process_set:

@@ -474,12 +474,12 @@ class BestModel:
         super().__init__(filepath, **arguments)  # type: ignore[call-arg]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """As of the base class, on rank 0."""
+        """Call the base class on rank 0."""
         if current.world().placement.rank == 0:
             super().on_train_batch_end(batch, logs)  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """As of the base class, on rank 0."""
+        """Call the base class on rank 0."""
         if current.world().placement.rank == 0:
             super().on_epoch_end(epoch, logs)  # type: ignore[misc]
         else:

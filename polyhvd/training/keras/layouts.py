@@ -65,7 +65,7 @@ def _makes_rows(layer: Any) -> bool:
 
 
 def _input_shape(layer: Any) -> tuple[int, ...] | None:
-    """Of one sample; None: not known."""
+    """Return the shape of one sample; None: not known."""
     try:
         shape = tuple(layer.input.shape)
     except (AttributeError, ValueError):  # in a subclassed model
@@ -183,7 +183,7 @@ def _of_dense(role: str, shape: Shape, order: Order, units: Shape | None) -> Lay
 
 
 def _of_einsum(layer: Any, role: str, shape: tuple[int, ...]) -> Layout:
-    """Of a layer of attention: a dense one of others, whose units or inputs are heads times their size."""
+    """Return the layout of a dense layer of attention: its units or inputs are heads times their size."""
     given, _, made = str(getattr(layer, "equation", "")).replace("...", "").partition("->")
     given, _, kernel = given.partition(",")
     units = [axis for axis, letter in enumerate(kernel) if letter in made]

@@ -95,9 +95,9 @@ def present(gradients: list[Any], variables: list[Any]) -> tuple[list[Any], list
 
 
 def reduced_first(apply: Any, build: Callable[[Any, list[Any] | None], None]) -> Any:
-    """Of ``LossScaleOptimizer.apply`` in Keras 3: reduce before it looks for overflow.
+    """Return a ``LossScaleOptimizer.apply`` for Keras 3 that reduces before it looks for overflow.
 
-    It would call the inner optimizer on the ranks without overflow only, which would wait for the others.
+    Keras's method calls the inner optimizer only on ranks without overflow: they would wait for the others.
 
     Args:
         apply: the method.

@@ -282,14 +282,14 @@ def _is_channels_first(operation: Any) -> bool:
 
 
 def _over_time(order: Order, steps: int) -> Order:
-    """Of one step, or of all steps again."""
+    """Return the order of one step, or of all steps if ``steps`` is negative."""
     if order.kind == "image":
         return replace(order, steps=max(order.steps - steps, 0))
     return order
 
 
 def _common(orders: Sequence[Order], name: str) -> Order:
-    """Of tensors that meet, element by element."""
+    """Return the order of tensors that are combined element by element."""
     if all(order == orders[0] for order in orders):
         return orders[0]
     for order in orders:
@@ -301,7 +301,7 @@ def _common(orders: Sequence[Order], name: str) -> Order:
 
 
 def _concatenated(given: Sequence[Order], shapes: Sequence[Shape], name: str) -> Order:
-    """Of rows behind each other."""
+    """Return the order of concatenated rows."""
     parts: list[Shape] = []
     for order, shape in zip(given, shapes, strict=True):
         if order.kind == "unknown":
@@ -311,7 +311,7 @@ def _concatenated(given: Sequence[Order], shapes: Sequence[Shape], name: str) ->
 
 
 def _passed(operation: Any, given: Sequence[Order], shapes: Sequence[Shape], shape: Shape) -> Order:
-    """Of what a layer makes that moves no axes, as far as shapes show."""
+    """Return the order of the result of a layer that moves no axes, as far as shapes show."""
     name = _name_of(operation)
     if len(given) > 1:
         # A mask of channels, [1, 1, channels], lies as an image of one pixel does.
