@@ -89,7 +89,7 @@ class KerasModel(_OfKeras, FrameworkModel):
     output has one number for each row, else vectors of Spark ML.
 
     Args:
-        values: of the parameters, by name; see docs/spark.md.
+        values: of the parameters, by name; see ``polyhvd docs spark``.
 
     Example::
 
@@ -137,7 +137,7 @@ class KerasEstimator(_OfKeras, FrameworkEstimator):
     model's inputs. The learning rate is multiplied by the number of ranks.
 
     Args:
-        values: of the parameters, by name; see docs/spark.md.
+        values: of the parameters, by name; see ``polyhvd docs spark``.
 
     Raises:
         TypeError: there is no such parameter, or a value has a wrong type.

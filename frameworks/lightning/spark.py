@@ -58,7 +58,7 @@ class LightningModel(FrameworkModel):
     output has one number for each row, else vectors of Spark ML. Tasks predict on their processors.
 
     Args:
-        values: of the parameters, by name; see docs/spark.md.
+        values: of the parameters, by name; see ``polyhvd docs spark``.
 
     Example::
 
@@ -82,7 +82,7 @@ class LightningEstimator(FrameworkEstimator):
     learning rate is that of ``configure_optimizers``, which may multiply it by ``hvd.size()``.
 
     Args:
-        values: of the parameters, by name; see docs/spark.md.
+        values: of the parameters, by name; see ``polyhvd docs spark``.
 
     Raises:
         TypeError: there is no such parameter, or a value has a wrong type.

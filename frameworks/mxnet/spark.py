@@ -64,7 +64,7 @@ class GluonModel(_OfGluon, FrameworkModel):
     output has one number for each row, else vectors of Spark ML. Tasks predict on their processors.
 
     Args:
-        values: of the parameters, by name; see docs/spark.md.
+        values: of the parameters, by name; see ``polyhvd docs spark``.
 
     Example::
 
@@ -108,7 +108,7 @@ class GluonEstimator(_OfGluon, FrameworkEstimator):
     those of ``mxnet.metric``, or their names.
 
     Args:
-        values: of the parameters, by name; see docs/spark.md.
+        values: of the parameters, by name; see ``polyhvd docs spark``.
 
     Raises:
         TypeError: there is no such parameter, or a value has a wrong type.

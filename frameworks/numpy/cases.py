@@ -137,7 +137,7 @@ class NumpySession(Session):
         return weight.source.gradients[weight.role]
 
     def update(self, rate: float) -> None:
-        """The formulas of docs/parity.md."""
+        """The formulas of ``polyhvd docs parity``."""
         wanted = self.case.optimizer
         self._steps += 1
         self._rate = rate

@@ -37,7 +37,7 @@ class TorchModel(FrameworkModel):
     output has one number for each row, else vectors of Spark ML. Tasks predict on their processors.
 
     Args:
-        values: of the parameters, by name; see docs/spark.md.
+        values: of the parameters, by name; see ``polyhvd docs spark``.
 
     Example::
 
@@ -95,7 +95,7 @@ class TorchEstimator(FrameworkEstimator):
     of ranks.
 
     Args:
-        values: of the parameters, by name; see docs/spark.md.
+        values: of the parameters, by name; see ``polyhvd docs spark``.
 
     Raises:
         TypeError: there is no such parameter, or a value has a wrong type.

@@ -86,7 +86,7 @@ def _shown(value: Any) -> str:
 class Optimizer:
     """How every framework treats the gradients, in numbers that mean the same to all of them.
 
-    docs/parity.md has the formulas, and what each framework has instead by default.
+    ``polyhvd docs parity`` has the formulas, and what each framework has instead by default.
 
     Args:
         name: one of :data:`OPTIMIZERS`.

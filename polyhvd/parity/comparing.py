@@ -162,7 +162,7 @@ def compare(
         name: of the comparison; matches the calls of the ranks.
         tensor: of any framework, or a number.
         rtol: elements may differ by ``atol + rtol * abs(reference)``; None: by dtype and ``terms``, as
-            described in docs/parity.md.
+            described in ``polyhvd docs parity``.
         atol: likewise.
         layout: how the tensor lies on this rank: letters such as "NHWC" or "HWIO", or a :class:`Layout`;
             None: in common form, NCHW and OIHW.

@@ -38,7 +38,7 @@ class Finding:
 
     Args:
         step: counted from 0.
-        kind: what differs, one of those that docs/parity.md lists.
+        kind: what differs, see ``polyhvd docs parity``.
         layer: counted from 0 among those that have weights; None: what differs is of no layer.
         names: of the layer or weight in the reference, and in the other run.
         relative: the norm of the difference over that of the reference.

@@ -110,7 +110,7 @@ class Session(abc.ABC):
     def states_of(self, weight: Weight) -> dict[str, Any]:
         """The state that the optimizer keeps for a weight, by kind: "momentum", "second moment".
 
-        As arrays that lie as the weight does, by the formulas of docs/parity.md.
+        As arrays that lie as the weight does, by the formulas of ``polyhvd docs parity``.
         """
         found: dict[str, Any] = self._reader.states_of(self._optimizer, weight.source)
         return found

@@ -367,7 +367,7 @@ def watch(
 
     In each step a watch reads each weight twice, and each gradient, activation and state of the optimizer
     once, and gathers 528 bytes for each of these tensors in one collective. That takes about as long as the
-    step itself at most; docs/parity.md has figures.
+    step itself at most; ``polyhvd docs parity`` has figures.
 
     Args:
         model: of PyTorch, Gluon or Keras, built.

@@ -1,4 +1,4 @@
-"""Jobs on Ray: actors are the ranks. See docs/ray.md."""
+"""Jobs on Ray: actors are the ranks. See ``polyhvd docs ray``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elastic jobs on Ray: executors with Horovod's arguments. See docs/ray.md."""
+"""Elastic jobs on Ray: executors with Horovod's arguments. See ``polyhvd docs ray``."""
 
 from __future__ import annotations
 

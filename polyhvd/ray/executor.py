@@ -1,4 +1,4 @@
-"""``RayExecutor``: runs functions on actors of Ray that are the ranks of one job. See docs/ray.md."""
+"""``RayExecutor``: runs functions on Ray actors, the ranks of one job. See ``polyhvd docs ray``."""
 
 from __future__ import annotations
 

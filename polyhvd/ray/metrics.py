@@ -1,4 +1,4 @@
-"""Gauges of each rank in Ray's metrics, which its dashboard and Prometheus show. See docs/ray.md."""
+"""Gauges of each rank in Ray's metrics, which its dashboard and Prometheus show. See ``polyhvd docs ray``."""
 
 from __future__ import annotations
 

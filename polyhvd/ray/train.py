@@ -1,4 +1,4 @@
-"""Ray Train: a trainer whose workers are the ranks of a job. See docs/ray.md."""
+"""Ray Train: a trainer whose workers are the ranks of a job. See ``polyhvd docs ray``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray Tune: trials that are jobs. See docs/ray.md."""
+"""Ray Tune: trials that are jobs. See ``polyhvd docs ray``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For programs that train on Amazon SageMaker: where the model and checkpoints go. See docs/sagemaker.md."""
+"""The folders of model and checkpoints on Amazon SageMaker. See ``polyhvd docs sagemaker``."""
 
 from __future__ import annotations
 

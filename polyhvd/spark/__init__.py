@@ -1,4 +1,4 @@
-"""Jobs on Spark: tasks start the ranks. See docs/spark.md."""
+"""Jobs on Spark: tasks start the ranks. See ``polyhvd docs spark``."""
 
 from __future__ import annotations
 

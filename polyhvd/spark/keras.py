@@ -1,4 +1,4 @@
-"""The estimator of Keras for Spark ML, from the folder of Keras's adapter. See docs/spark.md."""
+"""The estimator of Keras for Spark ML, from the folder of Keras's adapter. See ``polyhvd docs spark``."""
 
 from __future__ import annotations
 

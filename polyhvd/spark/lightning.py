@@ -1,4 +1,4 @@
-"""The estimator of Lightning for Spark ML, from the folder of Lightning's adapter. See docs/spark.md."""
+"""The estimator of Lightning for Spark ML, from the folder of its adapter. See ``polyhvd docs spark``."""
 
 from __future__ import annotations
 

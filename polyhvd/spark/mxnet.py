@@ -1,4 +1,4 @@
-"""The estimator of Gluon for Spark ML, from the folder of MXNet's adapter. See docs/spark.md."""
+"""The estimator of Gluon for Spark ML, from the folder of MXNet's adapter. See ``polyhvd docs spark``."""
 
 from __future__ import annotations
 

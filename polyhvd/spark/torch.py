@@ -1,4 +1,4 @@
-"""The estimator of PyTorch for Spark ML, from the folder of PyTorch's adapter. See docs/spark.md."""
+"""The estimator of PyTorch for Spark ML, from the folder of PyTorch's adapter. See ``polyhvd docs spark``."""
 
 from __future__ import annotations
 

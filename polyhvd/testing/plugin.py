@@ -1,7 +1,7 @@
 """The plugin of pytest: a test that is marked with ``ranks`` runs on every rank of a job.
 
 Loaded by every pytest where polyhvd is installed, so it imports what runs tests when the first one is marked.
-docs/testing.md says what a marked test can do. On the ranks, the plugin leaves tests as they are.
+``polyhvd docs testing`` describes marked tests. On the ranks, the plugin leaves tests as they are.
 """
 
 from __future__ import annotations

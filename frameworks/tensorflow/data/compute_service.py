@@ -1,4 +1,4 @@
-"""tf.data's own service beside a training job, with Horovod's names. See docs/data.md.
+"""tf.data's own service beside a training job, with Horovod's names. See ``polyhvd docs data``.
 
 Dispatchers and workers run in a compute job (:mod:`polyhvd.tensorflow.data.compute_worker`), or dispatchers
 in the training job. TensorFlow's servers trust everybody in their network.

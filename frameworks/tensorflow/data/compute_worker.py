@@ -1,6 +1,6 @@
 """The program of a compute job: ``polyhvdrun -np 4 python -m polyhvd.tensorflow.data.compute_worker FILE``.
 
-Each rank is a worker of tf.data's service. FILE is for the training job: see docs/data.md.
+Each rank is a worker of tf.data's service. FILE is for the training job: see ``polyhvd docs data``.
 """
 
 from __future__ import annotations

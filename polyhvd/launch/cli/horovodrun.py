@@ -1,6 +1,6 @@
 """horovodrun's options here: opposites, those without effect, and the table of all.
 
-``python -m polyhvd.launch.cli.horovodrun`` prints the table that stands in docs/migrating-from-horovod.md.
+``python -m polyhvd.launch.cli.horovodrun`` prints the table of ``polyhvd docs migrating-from-horovod``.
 """
 
 from __future__ import annotations

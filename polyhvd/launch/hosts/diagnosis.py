@@ -1,6 +1,7 @@
 """Turns the doctor's findings into problems with their cures, tables for people, and JSON. Pure.
 
-docs/doctor.md describes the JSON; existing keys do not change; an incompatible change increases ``schema``.
+``polyhvd docs doctor`` describes the JSON. Existing keys do not change; an incompatible change increases
+``schema``.
 """
 
 from __future__ import annotations

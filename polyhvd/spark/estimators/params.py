@@ -1,6 +1,6 @@
 """The parameters of the estimators and of their models, in one table: Horovod's, by their names.
 
-``python -m polyhvd.spark.estimators.params`` prints the tables of docs/spark.md.
+``python -m polyhvd.spark.estimators.params`` prints the tables of ``polyhvd docs spark``.
 """
 
 from __future__ import annotations

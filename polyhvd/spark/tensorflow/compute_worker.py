@@ -1,7 +1,7 @@
 """A compute job of tf.data's service on Spark: ``spark-submit compute_worker.py FILE``, or :func:`main`.
 
 Each task is a worker, and this process, the driver, serves the addresses. FILE is for the training job: see
-docs/data.md.
+``polyhvd docs data``.
 """
 
 from __future__ import annotations
