@@ -283,7 +283,6 @@ def test_the_description_for_an_index_has_no_link_to_a_file_of_the_repository(so
     assert "`polyhvd docs elastic`" in description
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_source_distribution_builds_and_its_tests_pass(source: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
@@ -297,7 +296,8 @@ def test_the_source_distribution_builds_and_its_tests_pass(source: Path, tmp_pat
     env = {**os.environ, **compilers, "CCACHE_BASEDIR": str(source), "CCACHE_NOHASHDIR": "1"}
     install = [python, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e", "."]
     subprocess.run(install, cwd=source, env=env, check=True)
-    tests = ["tests/test_config.py", "tests/test_documents.py", "tests/parity/test_allreduce.py"]
+    parts = ("test_config", "test_documents", "launch/test_launcher", "parity/test_allreduce")
+    tests = [f"tests/{part}.py" for part in parts]
     command = [
         python,
         "-m",
