@@ -47,6 +47,14 @@ def test_every_program_of_the_readme_shards_its_data_and_uses_its_own_gpu() -> N
     for program in programs().values():
         assert program.count("[hvd.rank() :: hvd.size()]") == 2
     assert "torch.cuda.set_device(hvd.local_rank())" in programs()["torch"]
+    (before_keras,) = re.findall(r"^(Keras.*:)\n\n```python", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert "torch.cuda.set_device(hvd.local_rank())" in before_keras  # TensorFlow does not use GPUs
+
+
+def test_the_readme_begins_with_two_sentences() -> None:
+    title, first, _ = (ROOT / "README.md").read_text().split("\n\n", maxsplit=2)
+    assert title == "# polyhvd"
+    assert len(re.findall(r"\.(?= |\n|$)", first)) == 2
 
 
 # First those whose fork servers the examples have used last.
