@@ -1,4 +1,4 @@
-"""The parts of tools/wheels.py and tools/release.py that compile nothing, and the source distribution.
+"""The parts of tools/wheels.py, release.py and matrix.py that compile nothing, and the source distribution.
 
 `make wheels` builds and checks the wheels.
 """
@@ -41,6 +41,11 @@ def wheels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def release(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load("release", monkeypatch)
+
+
+@pytest.fixture
+def matrix(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("matrix", monkeypatch)
 
 
 def write_headers(folder: Path, version: str, config: str = "") -> Path:
@@ -242,6 +247,37 @@ def test_checksums_are_those_that_sha256sum_checks(release: ModuleType, tmp_path
     check = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
     done = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "a.tar.gz: OK\nb.whl: OK\n"
+
+
+def test_the_matrix_installs_the_wheel_that_it_is_given(
+    matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = tmp_path / "polyhvd-0.1.0-cp311-cp311-manylinux_2_17_x86_64.whl"
+    wheel.touch()
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(matrix, "WORK", tmp_path / "work")
+    monkeypatch.setattr(matrix, "ENVIRONMENTS_FOLDER", tmp_path / "environments")
+    monkeypatch.setattr(matrix, "copy_tests", lambda: None)
+    monkeypatch.setattr(matrix, "prepare", lambda environment: tmp_path / environment.name / "python")
+    monkeypatch.setattr(matrix, "run", lambda *command, **_: commands.append(tuple(map(str, command))))
+    monkeypatch.setattr(sys, "argv", ["matrix.py", "numpy-2"])
+    monkeypatch.setenv("POLYHVD_WHEEL", os.path.relpath(wheel))
+    matrix.main()
+    assert [command[-1] for command in commands if command[-1].endswith(".whl")] == [str(wheel)]
+    assert not [command for command in commands if "wheel" in command], "nothing is built"
+    assert "POLYHVD_WHEEL" not in os.environ
+    assert any("pytest" in command for command in commands)
+
+
+def test_the_matrix_refuses_a_wheel_that_does_not_exist(
+    matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "ENVIRONMENTS_FOLDER", tmp_path / "environments")
+    monkeypatch.setattr(sys, "argv", ["matrix.py", "numpy-2"])
+    monkeypatch.setenv("POLYHVD_WHEEL", str(tmp_path / "absent.whl"))
+    with pytest.raises(SystemExit, match=r"POLYHVD_WHEEL=.*absent\.whl: there is no such file"):
+        matrix.main()
+    assert not (tmp_path / "environments").exists()
 
 
 def names_in_the_repository() -> list[str]:

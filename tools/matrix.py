@@ -4,7 +4,8 @@ Each environment is a virtual environment that is kept until its requirements ch
 folder, or in build/matrix if there is none. The wheel is the same file in all of them.
 
 ``python tools/matrix.py legacy oldest-torch`` runs some by name. ``--all`` adds the environments and tests
-that only ``make nightly`` runs, and ``--prepare`` only installs the environments.
+that only ``make nightly`` runs, and ``--prepare`` only installs the environments. POLYHVD_WHEEL in the
+environment is the path of a wheel to be tested instead, such as one of ``make wheels``.
 """
 
 from __future__ import annotations
@@ -266,8 +267,18 @@ def run(*command: str | Path, **options: object) -> None:
     done.check_returncode()
 
 
+def given_wheel() -> Path | None:
+    """Return the wheel that POLYHVD_WHEEL names, or None; the tests do not see the variable."""
+    name = os.environ.pop("POLYHVD_WHEEL", "")
+    if not name:
+        return None
+    if not Path(name).is_file():
+        sys.exit(f"POLYHVD_WHEEL={name}: there is no such file")
+    return Path(name).resolve()
+
+
 def build_wheel() -> Path:
-    """The wheel, from a build in isolation: no framework can be seen by it.
+    """Return the wheel, from a build in isolation: no framework can be seen by it.
 
     Objects are those of `make setup`, which compiles them before any framework is installed.
     """
@@ -350,6 +361,7 @@ def main() -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         sys.exit(f"unknown environments {unknown}; known are {list(known)}")
+    given = given_wheel()
     for folder in (WORK, ENVIRONMENTS_FOLDER):
         folder.mkdir(parents=True, exist_ok=True)
     lock = (ENVIRONMENTS_FOLDER / "lock").open("w")
@@ -359,7 +371,7 @@ def main() -> None:
             prepare(known[name])
         return
     copy_tests()
-    wheel = build_wheel()
+    wheel = given or build_wheel()
     ahead = ThreadPoolExecutor(1)  # pip fetches and unpacks while tests run
     beside = ThreadPoolExecutor(2)  # half of what tests of two ranks do is to wait
     failed = []
