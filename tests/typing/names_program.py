@@ -13,18 +13,30 @@ import polyhvd.tensorflow.keras
 import polyhvd.torch
 
 import polyhvd
+import polyhvd.data
+import polyhvd.parity
+import polyhvd.ray
+import polyhvd.sagemaker
+import polyhvd.spark
+import polyhvd.testing
 
 
 def unknown() -> None:
     polyhvd.siez()  # type: ignore[attr-defined]
     polyhvd.cupy.broadcast_paramters()  # type: ignore[attr-defined]
+    polyhvd.data.ParquetLoadr()  # type: ignore[attr-defined]
     polyhvd.jax.broadcast_paramters()  # type: ignore[attr-defined]
     polyhvd.keras.broadcast_variable()  # type: ignore[attr-defined]
     polyhvd.lightning.allreduces()  # type: ignore[attr-defined]
     polyhvd.mxnet.broadcast_paramters()  # type: ignore[attr-defined]
     polyhvd.numpy.broadcast_paramters()  # type: ignore[attr-defined]
+    polyhvd.parity.comparee()  # type: ignore[attr-defined]
+    polyhvd.ray.RayExecuter()  # type: ignore[attr-defined]
+    polyhvd.sagemaker.model_directory()  # type: ignore[attr-defined]
+    polyhvd.spark.run_elastc()  # type: ignore[attr-defined]
     polyhvd.tensorflow.broadcast_variable()  # type: ignore[attr-defined]
     polyhvd.tensorflow.keras.broadcast_variable()  # type: ignore[attr-defined]
+    polyhvd.testing.Wolrd()  # type: ignore[attr-defined]
     polyhvd.torch.broadcast_paramters()  # type: ignore[attr-defined]
 
 
