@@ -1,8 +1,8 @@
-"""Runs the test suite as four pytest processes in parallel, and ends with one line of their counts.
+"""Runs the test suite as three pytest processes side by side, and says in one closing line what came of it.
 
-The first runs most tests of frameworks, which need processors. The second runs mainly those of the launcher
-and of elastic jobs. A third runs files whose tests mostly wait, and hardly needs a processor. The last runs
-all others. ``python tools/suite.py -x -k allreduce`` passes its arguments to each.
+The first has the tests that need processors, those of frameworks; most of the second's wait for launchers,
+deadlines and ends of processes; the third has all others.
+``python tools/suite.py -x -k allreduce`` hands its arguments to each.
 """
 
 from __future__ import annotations
@@ -23,29 +23,18 @@ from pathlib import Path
 import costs
 
 ROOT = Path(__file__).resolve().parent.parent
-#: What the first process runs, whose output is shown while it runs.
-FIRST = ("tests/parity", "tests/tensorflow", "tests/torch")
-#: What the second runs, except for the files of WAITING.
-SECOND = ("tests/launch", "tests/elastic", "tests/rendezvous", "tests/gpu", "tests/mpi", "tests/tracing")
-#: Files that take at least three times as many seconds as CPU seconds, and at least twelve.
-WAITING = (
-    "tests/backends/test_running_stalls.py",
-    "tests/backends/test_stalls.py",
-    "tests/data/test_parquet_jobs.py",
-    "tests/data/test_remote_files.py",
-    "tests/gpu/test_nccl_faults.py",
-    "tests/launch/test_bootstrap.py",
-    "tests/launch/test_heartbeats.py",
-    "tests/launch/test_joining.py",
+#: Folders and files of the first process, whose output is shown while it runs, and of the second.
+FIRST = (
+    "tests/parity",
+    *sorted(
+        f"tests/{path.name}"
+        for path in (ROOT / "tests").iterdir()
+        if (name := path.name.partition("_")[0]) and (ROOT / "frameworks" / name).is_dir()
+    ),
+    "tests/examples",
     "tests/launch/test_kubernetes.py",
-    "tests/launch/test_nothing_left.py",
-    "tests/launch/test_run_function.py",
-    "tests/launch/test_sagemaker.py",
-    "tests/launch/test_signals.py",
-    "tests/launch/test_slurm.py",
-    "tests/mpi/test_mpi_waits.py",
-    "tests/rendezvous/test_meeting_points.py",
 )
+SECOND = ("tests/launch", "tests/elastic", "tests/rendezvous")
 #: Tests of tf_keras, which has an environment of the matrix, and of the sources, which make check has.
 ELSEWHERE = (
     "tests/tensorflow/test_tensorflow_keras2.py",
@@ -113,9 +102,8 @@ def main() -> None:
     costs.FOLDER.mkdir(parents=True)
     common = [*sys.argv[1:], *_without(ELSEWHERE)]
     logged = [
-        start_logged("waiting", [*common, *WAITING]),
-        start_logged("second", [*common, *_without(WAITING), *SECOND]),
-        start_logged("others", [*common, *_without((*FIRST, *WAITING, *SECOND))]),
+        start_logged("second", [*common, *_without(FIRST), *SECOND]),
+        start_logged("others", [*common, *_without(FIRST), *_without(SECOND)]),
     ]
     first = start("first", [*common, *FIRST], stdout=subprocess.PIPE)
     processes = [first, *(process for process, _ in logged)]
