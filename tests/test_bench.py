@@ -395,6 +395,7 @@ def test_watching_is_measured_on_the_catalogue_s_network_too() -> None:
     assert parity.line(found) == "| Keras | n | 32 | 2.000 | 2.100 | 3.000 | 1.50 |"
 
 
+@pytest.mark.slow
 def test_readers_of_data_are_measured_in_turns(tmp_path: Path) -> None:
     program = (
         "from pathlib import Path; from benchmarks import data; "

@@ -37,7 +37,7 @@ def test_there_are_as_many_defects_as_are_asked_for_and_of_every_kind() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "transposed_kernel",
+        pytest.param("transposed_kernel", marks=pytest.mark.slow),
         pytest.param("nesterov_missing", marks=pytest.mark.slow),
         "shard_shuffled",
     ],

@@ -74,7 +74,9 @@ def rows_of(batches: Any) -> list[int]:
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("polyhvd")]
+    """Of loaders; other tests in this process may have left threads of other parts."""
+    names = ("polyhvd-data", "polyhvd-footers")
+    return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
 @pytest.fixture(autouse=True)

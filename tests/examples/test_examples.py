@@ -117,7 +117,12 @@ def test_example_trains_on_any_number_of_ranks(run: Run, example: str, ranks: in
 
 
 @pytest.mark.parametrize(
-    ("name", "framework"), [("gluon", "mxnet"), ("keras", "tensorflow"), ("torch", "torch")]
+    ("name", "framework"),
+    [
+        pytest.param("gluon", "mxnet", marks=pytest.mark.slow),
+        pytest.param("keras", "tensorflow", marks=pytest.mark.slow),
+        ("torch", "torch"),
+    ],
 )
 def test_example_trains_on_parquet_files(fork_servers: ForkServers, name: str, framework: str) -> None:
     if not is_installed(framework):

@@ -97,12 +97,6 @@ def sessions(path: Path) -> list[Session]:
 SESSIONS = [session for path in PAGES for session in sessions(path)]
 
 
-def mark(session: Session) -> list[pytest.MarkDecorator]:
-    """Return ``slow`` for frameworks that start slowly, and for other launchers."""
-    is_fast = session.module in ("torch", "numpy") and "torchrun" not in session.commands
-    return [] if is_fast else [pytest.mark.slow]
-
-
 def in_order(lines: list[str]) -> list[str]:
     """Lines without a rank after those of each rank, as ranks print at the same time."""
 
@@ -184,7 +178,7 @@ def test_every_guide_has_a_program() -> None:
 @pytest.mark.parametrize(
     "session",
     [
-        pytest.param(session, id=str(session), marks=mark(session))
+        pytest.param(session, id=str(session), marks=pytest.mark.slow)
         for session in sorted(SESSIONS, key=lambda session: session.module, reverse=True)
     ],
 )

@@ -71,6 +71,7 @@ def test_two_jobs_at_once_need_no_secret_on_one_host(tmp_path: Path) -> None:
     assert printed([beside], "place") == [f"place {rank} 2 {rank} 2 0 1 sum 3.0" for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not netns.available(), reason="needs network namespaces, which root can make")
 def test_two_hosts_meet_by_a_secret_also_when_their_agents_count_restarts_differently(tmp_path: Path) -> None:
     """An agent counts the failures of its own ranks, and not that it has joined a new round."""

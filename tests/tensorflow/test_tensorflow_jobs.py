@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFl
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        pytest.param("keras_fit.py", (), id="keras_fit"),
+        pytest.param("keras_fit.py", (), id="keras_fit", marks=pytest.mark.slow),
         pytest.param("custom_loop.py", (), id="custom_loop"),
         pytest.param("graph_v1.py", ("1",), id="graph_v1"),
         pytest.param("graph_v1.py", ("2",), id="graph_v1_in_passes"),
