@@ -403,8 +403,8 @@ def all_exports(path: Path) -> list[str]:
     """Those of ``polyhvd.exports`` and of generated modules included, where a module adds them."""
     names = list(exports(path) or [])
     added = {ast.unparse(node) for node in tree(path).body if isinstance(node, ast.AugAssign)}
-    for name in ("capabilities", "errors", "exports", "verbs", "wrappers"):
-        other = (path.parent if name in ("verbs", "wrappers") else ROOT / "polyhvd") / f"{name}.py"
+    for name in ("exports", "verbs", "wrappers"):
+        other = (ROOT / "polyhvd" if name == "exports" else path.parent) / f"{name}.py"
         names += all_exports(other) if f"__all__ += {name}.__all__" in added else []
     return names
 

@@ -40,6 +40,11 @@ def unknown() -> None:
     polyhvd.torch.broadcast_paramters()  # type: ignore[attr-defined]
 
 
+def shared_by_all_frameworks() -> None:
+    print(polyhvd.numpy.HorovodInternalError, polyhvd.torch.RankMismatchError, polyhvd.mxnet.nccl_built())
+    print(polyhvd.jax.Sum, polyhvd.keras.size(), polyhvd.tensorflow.HostsUpdatedInterrupt)
+
+
 def imported_at_first_use() -> None:
     print(polyhvd.size(), polyhvd.run, polyhvd.doctor, polyhvd.HorovodInternalError)
     print(polyhvd.capabilities, polyhvd.collectives, polyhvd.config, polyhvd.errors)
