@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import stat
+import time
 import zipfile
 import zlib
 from collections import Counter, defaultdict
@@ -39,6 +40,8 @@ _TEMPORARY = ".writing-"
 _OWNER = ".job"
 _NAME_BYTES_MAX = 200  # of a job
 _KEPT = 2
+#: If nothing was written to an unfinished file for so long, the process that has begun it was killed.
+_IDLE_S = 60.0
 #: Empty dicts that are more than a dict, by their names in a checkpoint.
 _DICTS: dict[str, Callable[[], Any]] = {
     "Counter": Counter,
@@ -235,12 +238,12 @@ class Folder:
         """Let only this job write here, if possible: one that has claimed the folder before may not."""
         if self.owner() == self.job:
             return
-        self._remove_unfinished(lambda number: True)  # no rank of this job writes yet
         owner = self.path / _OWNER
         with contextlib.suppress(OSError):
             owner.unlink(missing_ok=True)
             with owner.open("x") as stream:  # the disk may be full
                 stream.write(self.job)
+        self._remove_unfinished(lambda number: True, _IDLE_S)  # an earlier job may be writing its last one
 
     def owner(self) -> str:
         """The name of the job that has claimed the folder last; empty: none, or it is not known."""
@@ -325,7 +328,9 @@ class Folder:
                 temporary.unlink()
 
     def _make_room(self, steps: int) -> bool:
-        """On a full disk, remove all checkpoints but the newest; return whether there were any."""
+        """On a full disk, remove unfinished files, or all checkpoints but the newest; return whether any."""
+        if self._remove_unfinished(lambda number: True, _IDLE_S):
+            return True
         removed = []
         with contextlib.suppress(OSError, CheckpointError):
             for number in self.numbers()[1:]:
@@ -403,14 +408,25 @@ class Folder:
                 self.file(number).unlink()
         self._remove_unfinished(lambda number: number < steps)
 
-    def _remove_unfinished(self, is_chosen: Callable[[int], bool]) -> None:
-        """Remove files that processes have begun to write, by the number of the checkpoint."""
+    def _remove_unfinished(self, is_chosen: Callable[[int], bool], idle_s: float = 0.0) -> int:
+        """Remove files that processes have begun to write; return how many.
+
+        Args:
+            is_chosen: whether a file is removed, by the number of its checkpoint.
+            idle_s: seconds for which nothing was written to it.
+        """
+        count = 0
         with contextlib.suppress(OSError):
             for name in os.listdir(self.path):
                 number_of = re.match(rf"{re.escape(_TEMPORARY)}(\d+)-", name)
-                if number_of and is_chosen(int(number_of[1])):
-                    with contextlib.suppress(OSError):
-                        (self.path / name).unlink()
+                if not number_of or not is_chosen(int(number_of[1])):
+                    continue
+                with contextlib.suppress(OSError):
+                    file = self.path / name
+                    if not idle_s or time.time() - file.stat().st_mtime >= idle_s:
+                        file.unlink()
+                        count += 1
+        return count
 
 
 def _write_arrays(stream: BinaryIO, arrays: dict[str, Array]) -> None:

@@ -37,8 +37,9 @@ _LOG = logging.getLogger("polyhvd")
 
 #: A process that has waited so long for a place in the next world writes a checkpoint: the job may end.
 _WAITS_BEFORE_CHECKPOINT_S = 3.0
-#: Each rank waits so much longer than the one before it, which usually has written the same commit by then.
-_NEXT_WRITER_S, _NEXT_WRITER_S_MAX = 1.0, 60.0
+#: Each of so many ranks waits a second longer than the one before it, which has usually written the same
+#: commit by then. The next ones begin again without a delay: the first ranks may be those that were lost.
+_NEXT_WRITER_S, _WRITERS = 1.0, 8
 
 
 def train(
@@ -408,7 +409,7 @@ class Training(ObjectState):
         if self._folder is None or self._commits < 0:
             yield
             return
-        later_s = min(_NEXT_WRITER_S * self._last_rank, _NEXT_WRITER_S_MAX)
+        later_s = _NEXT_WRITER_S * (self._last_rank % _WRITERS)
         timer = threading.Timer(_WAITS_BEFORE_CHECKPOINT_S + later_s, self._write_waiting)
         timer.daemon = True
         timer.start()

@@ -254,15 +254,18 @@ def test_name_of_the_job_may_be_a_pipe_or_damaged(tmp_path: Path) -> None:
 
 
 def test_job_removes_what_killed_jobs_have_begun_to_write(tmp_path: Path) -> None:
-    left = tmp_path / ".writing-1010-0123"
-    left.write_bytes(b"half")
+    left, written = tmp_path / ".writing-1010-0123", tmp_path / ".writing-1011-0123"
+    for file in (left, written):
+        file.write_bytes(b"half")
+    os.utime(left, (0, 0))
     folder = Folder(tmp_path)
     folder.job = "first"
     folder.claim()
     assert not left.exists()
-    left.write_bytes(b"half")
+    assert written.exists(), "an earlier job may be writing it"
+    os.utime(written, (0, 0))
     folder.claim()
-    assert left.exists(), "another rank of this job may write it"
+    assert written.exists(), "another rank of this job may write it"
 
 
 def test_file_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -40,11 +41,11 @@ HOSTS = [Host("here", 3)]
 class Job:
     """Processes that are started in name alone, and speak to a real rendezvous."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, hosts: list[Host] = HOSTS) -> None:
         limits = limits or Limits(3, 1, 3, cooldown_s=(0.0, 0.0))
         self.size = limits.size
         self.ends: list[tuple[str, int]] | None = None  # None: the job is not to end
-        self.driver = Driver(Elastic(limits, HOSTS), HOSTS)
+        self.driver = Driver(Elastic(limits, hosts), hosts)
         self.rendezvous = Server(SECRET, observe=self.driver.observe)
         self.living: dict[int, Client] = {}
         self.now = 0.0
@@ -192,6 +193,19 @@ def test_key_errors_of_the_membership_are_raised_by_the_driver(job: Job, event: 
     setattr(job.driver._membership, event, mistaken)
     with pytest.raises(KeyError, match="a mistake"):
         all_events()
+
+
+def test_job_that_was_interrupted_starts_nothing_for_hosts_that_are_given_up() -> None:
+    hosts = [Host(name, 1) for name in ("here", "b", "d")]
+    with contextlib.closing(Job(Limits(2, 1, 2), hosts)) as job:
+        job.ask([0])
+        started = set(job.living)
+        job.driver.stop(job.now, notice=False)
+        for number in (1, 2):
+            job.driver.refuse(number, [], job.now)
+            job.turn()
+        assert set(job.living) == started
+        assert job.formed == 0
 
 
 @pytest.mark.parametrize("key", ["processes", "ranks"])

@@ -297,6 +297,8 @@ class Driver:
         for problem in problems:
             self._report(f"{name} cannot take part for now: {problem.what}: {problem.found}; {problem.cure}")
         gone = self._membership.unready_on(name)
+        if self._stopped:  # the membership decides nothing more
+            return gone
         why = "; ".join(f"{problem.what}: {problem.found}" for problem in problems)
         more_hosts_may_come = self._discovery is not None
         self._do(self._membership.host_unfit(name, now, more_hosts_may_come=more_hosts_may_come, why=why))

@@ -305,8 +305,12 @@ class Job:
             self._running -= members
             for member in members:
                 self._output.retire(member)
-            if not process.ended:
-                (process.cut if process.ready else process.kill)()
+            if process.ready and not process.ended:
+                process.cut()
+            elif not process.ended:
+                process.kill()
+                process.ended = True  # what it has started may hold its output
+                self._agent_ended(process)
         while self._agentless:
             self._running.discard(self._agentless.pop()[0])
 
