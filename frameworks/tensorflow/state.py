@@ -55,7 +55,7 @@ def broadcast_(
     """
     variables = list(variables)
     is_compared = tf.executing_eagerly() and process_set.process_set_id is not None
-    if not variables and not is_compared:
+    if not variables and not (is_compared and current.find() is not None and process_set.included()):
         return []
     sent = [tf.convert_to_tensor(variable) for variable in variables]
     label = name or "broadcast_variables"

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.process_sets import global_process_set
 from polyhvd.data.position import Position
@@ -489,8 +491,8 @@ class BestModel:
         """Keep the best value on each rank: in an elastic job it may become rank 0."""
         own: Any = self
         value = logs.get(own.monitor)
-        if value is None:
-            return
+        if value is None or np.ndim(value) or own.save_freq != "epoch":
+            return  # rank 0 keeps no best value then
         if own.monitor_op is None:
             own._set_monitor_op()  # of Keras 3, as in its on_epoch_end()
         is_better = getattr(own, "_is_improvement", own.monitor_op)  # Keras 2 has only the operator
