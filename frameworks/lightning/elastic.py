@@ -174,6 +174,10 @@ class _Commits(pl.callbacks.Checkpoint):  # type: ignore[misc]
         self._state = weakref.proxy(state)
         self._updates = 0  # of the optimizer, as of the last commit
 
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Move behind the callbacks of the module."""
+        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
+
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._updates = trainer.global_step
         if self._state.ckpt_path is None:  # a failure of the first step is one of a whole state

@@ -447,6 +447,10 @@ class _Noting(pl.callbacks.Checkpoint):  # type: ignore[misc]
         #: Of an elastic job, with the history.
         self.kept: Any = None
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Move behind the callbacks of the module."""
+        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._trainer, self._has_state = trainer, polyhvd.rank() == 0
         names = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
@@ -468,11 +472,15 @@ class _Noting(pl.callbacks.Checkpoint):  # type: ignore[misc]
         Args:
             module: the trained one.
         """
-        run = self._run
-        if self._trainer is None or polyhvd.rank() != 0:
+        run, kept = self._run, self.kept
+        if polyhvd.rank() != 0:
             return
-        if not self._has_state:  # another rank of an elastic job had been rank 0, and was lost
-            run.conclude(run.checkpoint.history, [], self.state)
+        if not self._has_state and kept is not None and kept.ckpt_path is not None:
+            # Another rank of an elastic job had been rank 0, and was lost. Every rank has the last commit.
+            run.checkpoint.epochs = run.train.epoch
+            run.conclude(kept.history, [], lambda: _saved(kept.checkpoint()))
+        if self._trainer is None:
+            return
         loaded, weights = _loaded(run.checkpoint.state), module.state_dict()
         if not _are_equal(loaded["state_dict"], weights):
             run.replace_state(lambda: _saved({**loaded, _FITTED: weights}))

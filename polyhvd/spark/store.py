@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import os
 import posixpath
 import uuid
@@ -257,7 +258,10 @@ class FilesystemStore(Store):
         """Return whether there is a file or folder; fsspec's own ``exists`` returns False after any error."""
         try:
             self._filesystem.info(path)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            # The errors of smb:// are not FileNotFoundErrors.
+            if not isinstance(error, FileNotFoundError) and error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
             return False
         return True
 

@@ -755,6 +755,16 @@ def test_what_the_backend_refuses_is_an_error_before_rows_are_written(
         regression(store=store, backend=backend, **values).fit(frame)
 
 
+def test_a_backend_with_a_run_method_of_the_user_is_not_checked_as_spark_s() -> None:
+    class Mine(polyhvd.spark.SparkBackend):
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+    Mine(2, elastic_timeout=1).require_usable(is_elastic=False)
+    with pytest.raises(TypeError, match="executable"):
+        Mine(2, executable="python").require_usable(is_elastic=True)
+
+
 def test_parameters_are_checked_when_they_are_set() -> None:
     with pytest.raises(TypeError, match="TorchEstimator has no parameter 'epoch'; expected some of num_proc"):
         TorchEstimator(epoch=3)

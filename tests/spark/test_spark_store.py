@@ -199,6 +199,20 @@ def test_an_error_of_the_file_system_is_not_a_file_that_is_missing(
         assert store.read(path) == b"one"
 
 
+def test_a_file_that_is_missing_may_be_reported_by_another_class_of_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OwnError(OSError):
+        """The error of smb:// is such a one."""
+
+    def info(self: Any, path: str, **_: Any) -> Any:
+        raise OwnError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    store = FilesystemStore(str(tmp_path))
+    monkeypatch.setattr(type(store.fs), "info", info)
+    assert not store.exists(str(tmp_path / "none"))
+
+
 def test_data_sets_of_parquet_are_recognized(tmp_path: Path) -> None:
     for prefix in prefixes(tmp_path / "x"):
         store = FilesystemStore(prefix)

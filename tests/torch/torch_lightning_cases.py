@@ -392,6 +392,20 @@ def elastic_commits_come_after_the_hooks_of_an_epoch() -> None:
         trains.validate(model, loader(), ckpt_path="best")
     del state
 
+    class Saves(ModelCheckpoint):  # type: ignore[misc]
+        def on_train_epoch_end(self, *args: Any) -> None:
+            calls.append("saves")
+
+    calls.clear()
+    model, saves = Noting(calls), Saves(monitor="epoch")
+    model.configure_callbacks = lambda: saves  # comes after those of the Trainer
+    trains = trainer(enable_checkpointing=True)
+    state = NotingCommits(trains, model)
+    trains.fit(model, loader())
+    assert calls == 2 * ["module", "saves", "commit"]
+    assert trains.checkpoint_callback is saves
+    del state
+
 
 def fabric_loop(strategy: str, rows: int, *, alone: bool, checkpoint: str | None = None) -> Any:
     """Train by a loop of the program: accumulate two batches, clip; with a checkpoint between two epochs."""
